@@ -84,3 +84,71 @@ def sparse_loco(x, *, chunk=4096, k=64, bits=2, refine=4, released=False):
     out = np.zeros_like(rows)
     np.put_along_axis(out, places, means()[codes], 1)
     return out.reshape(-1)[: len(x)]
+
+
+class Adam:
+    """optax.adamw: moments mu and nu, corrected by their counts; the decay of weights is beside them."""
+
+    def __init__(self, rate, decay=0.0, b1=0.9, b2=0.999, eps=1e-8):
+        self.rate, self.decay, self.betas, self.eps, self.count = rate, decay, (b1, b2), eps, 0
+        self.moments = {"mu": 0.0, "nu": 0.0}
+
+    def __call__(self, gradient, x):
+        self.count += 1
+        (b1, b2), m = self.betas, self.moments
+        m["mu"] = b1 * m["mu"] + (1 - b1) * gradient
+        m["nu"] = b2 * m["nu"] + (1 - b2) * gradient**2
+        mu, nu = m["mu"] / (1 - b1**self.count), m["nu"] / (1 - b2**self.count)
+        return -self.rate * (mu / (np.sqrt(nu) + self.eps) + self.decay * x)
+
+
+class Momentum:
+    """optax.sgd(rate, momentum): trace <- momentum trace + g; step -rate trace."""
+
+    def __init__(self, rate, momentum):
+        self.rate, self.momentum, self.moments = rate, momentum, {"trace": 0.0}
+
+    def __call__(self, gradient, x):
+        self.moments["trace"] = gradient + self.momentum * self.moments["trace"]
+        return -self.rate * self.moments["trace"]
+
+
+class Muon:
+    """optax.contrib.muon of one matrix: five steps of Newton and Schulz on the momentum, with Nesterov's look ahead."""
+
+    def __init__(self, rate, shape, beta=0.95, eps=1e-8):
+        self.rate, self.shape, self.beta, self.eps, self.count = rate, shape, beta, eps, 0
+        self.moments = {"mu": 0.0}
+
+    def __call__(self, gradient, x):
+        self.count += 1
+        b, (rows, columns) = self.beta, self.shape
+        mu = self.moments["mu"] = b * self.moments["mu"] + (1 - b) * gradient
+        ahead = b * mu / (1 - b ** (self.count + 1)) + (1 - b) * gradient / (1 - b**self.count)
+        y = ahead.reshape(self.shape)
+        y = y.T if rows > columns else y
+        y = y / (np.linalg.norm(y) + self.eps)
+        for _ in range(5):
+            square = y @ y.T
+            y = 3.4445 * y + (-4.7750 * square + 2.0315 * square @ square) @ y
+        y = y.T if rows > columns else y
+        return -self.rate * np.sqrt(max(1, columns / rows)) * y.reshape(-1)
+
+
+def des_loc(start, gradient, optimizers, *, every, periods, steps):
+    """DES-LOC: points of all workers after each step, f64[steps, n, d].
+
+    Every `every` steps x_i <- mean x_i, and every periods[name] steps, for each moment, u_i <- mean u_i.
+    """
+    mine, points = [np.array(start, np.float64) for _ in optimizers], []
+    for t in range(1, steps + 1):
+        mine = [x + step(gradient(i, t, x), x) for i, (x, step) in enumerate(zip(mine, optimizers, strict=True))]
+        if t % every == 0:
+            mine = [np.mean(mine, 0)] * len(mine)
+        for name, period in periods.items():
+            if t % period == 0:
+                shared = np.mean([each.moments[name] for each in optimizers], 0)
+                for each in optimizers:
+                    each.moments[name] = shared
+        points.append(np.stack(mine))
+    return np.stack(points)

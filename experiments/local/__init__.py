@@ -2,8 +2,9 @@
 
 Trains a transformer on the bytes of a text with every method, H and seed, workers side by side on one device. Methods:
 NAME exchanges differences every H steps, stream:NAME in three fragments that arrive up to five steps later, ddp:NAME
-gradients at every step. Written to runs/NAME: config.json, metrics.jsonl (a line for each logged step), results.json (a
-row for each finished curve and seed), table.md, local.png, and checkpoints, from which --resume goes on.
+gradients at every step; each with every inner optimizer and every rhythm of its moments. Written to runs/NAME:
+config.json, metrics.jsonl (a line for each logged step), results.json (a row for each finished curve and seed),
+table.md, local.png, and checkpoints, from which --resume goes on.
 """
 
 import itertools
@@ -19,7 +20,7 @@ from experiments.lib.run import draw_panels, parser_of
 from experiments.lib.text import Text, add_sizes, text_of
 from experiments.lib.training import Checkpoints
 from experiments.local import report
-from experiments.local.methods import NAMES, Setup, parse
+from experiments.local.methods import INNERS, NAMES, Setup, parse
 from experiments.local.training import train
 
 __all__ = ["main"]
@@ -28,6 +29,7 @@ __all__ = ["main"]
 LINE: dict[str, type] = {"label": str, "route": str, "message_bytes": object}
 LINE |= dict.fromkeys(("seed", "step", "parameters"), int)
 LINE |= dict.fromkeys(("loss", "test", "seconds", "sent_bytes"), float)
+CURVE: dict[str, Any] = Setup.__annotations__ | dict.fromkeys(("lr", "outer_lr", "outer_momentum"), object)
 DEFAULT = ["ddp:f32", "f32", "int8", "int4", "sparse-loco", "stream:int4"]
 
 
@@ -35,13 +37,18 @@ def parser() -> Parser:
     p = parser_of("local", __doc__)
     p.add_argument("--methods", nargs="+", default=DEFAULT, metavar="METHOD", help=f"of {', '.join(NAMES)}")
     p.add_argument("--every", nargs="+", type=at_least(1), default=[30], metavar="H", help="steps of a round")
+    what = f"of {', '.join(INNERS)}, with rates of its own after colons: a grid of rates is a list of such words"
+    form = "OPTIMIZER[:RATE[:OUTER_RATE[:OUTER_MOMENTUM]]]"
+    p.add_argument("--inner", nargs="+", default=["adamw"], metavar=form, help=what)
+    what = "rounds from one averaging of the first and second moments to the next, and their code, or none"
+    p.add_argument("--moments", nargs="+", default=["none"], metavar="MU:NU[:METHOD]", help=what)
     p.add_argument("--outer-lr", type=positive, default=None, help="0.7, or 1 for sparse-loco")
     p.add_argument("--outer-momentum", type=share, default=None, help="of Nesterov: 0.9, or 0 for sparse-loco")
     what = "text, plain or .xz, or a folder of NAME.txt(.xz); without it the source of this package"
     p.add_argument("--data", type=Path, default=None, help=what)
     add_sizes(p, width=64, layers=2)
     common(p, "steps", "ratio", "levels", "seeds", workers=(4, "side by side on one device"))
-    common(p, batch=(8, "windows of each worker in a step"), lr=(2e-3, "of AdamW"))
+    common(p, batch=(8, "windows of each worker in a step"), lr=(2e-3, "of the inner optimizer"))
     p.add_argument("--mbit", type=positive, default=100.0, help="of each link, for the computed times")
     run_options(p, "local")
     common(p, "checkpoint-every", "resume")
@@ -58,7 +65,7 @@ def prepared(options: dict[str, Any]) -> tuple[SimpleNamespace, list[Setup], Tex
     o = SimpleNamespace(**options)
     if o.width % o.heads:
         raise UserError(f"--width must be a multiple of --heads; got {o.width} and {o.heads}")
-    return o, parse(o.methods, o.every), text_of(o.data)
+    return o, parse(o.methods, o.every, o.inner, o.moments), text_of(o.data)
 
 
 def run(o: Any, setups: list[Setup], text: Text, runs: Path, folder: Path) -> int:
@@ -68,7 +75,7 @@ def run(o: Any, setups: list[Setup], text: Text, runs: Path, folder: Path) -> in
         f"{text.name}: {len(text.codes):,} bytes; {o.workers} workers, {o.steps} steps of {o.batch} windows of "
         f"{o.length} bytes each; writing to {folder}"
     )
-    rows = read_results(folder / "results.json", LINE | Setup.__annotations__)
+    rows = read_results(folder / "results.json", LINE | CURVE)
     done, interrupted = {(row["label"], row["seed"]) for row in rows}, False
     try:
         with progress_bar(console) as bar:

@@ -11,11 +11,11 @@ __all__ = ["BY_BYTES", "BY_TIME", "NOTES", "bytes_of", "compute_of", "panels", "
 
 BY_BYTES, BY_TIME = "loss by bytes sent", "loss by time"
 NOTES = """\
-test loss: of the shared point; in nats a byte. vs f32 same H: over that of uncompressed differences with the same H.
-message: bytes of a worker's messages in a round, all fragments, in the best code of jc.wire (- where they are added on
-the way). sent/step: with those messages to all others where there are any, else by the lanes of the compiled exchanges.
-s: computed, not measured: steps as fast as those of the fastest curve, and links of {mbit:g} Mbit/s for what a delay
-does not hide."""
+test loss: of the shared point; in nats a byte. vs f32 same H: over that of uncompressed differences with the same H,
+optimizer and rates. message: bytes of a worker's messages in a round, all fragments and the share of its moments, in
+the best code of jc.wire (- where they are added on the way). sent/step: with those messages to all others where there
+are any, else by the lanes of the compiled exchanges. s: computed, not measured: steps as fast as those of the fastest
+curve, and links of {mbit:g} Mbit/s for what a delay does not hide."""
 
 
 def seconds_of(setup: Setup, steps: int, compute: float, sent_bytes: float, mbit: float) -> float:
@@ -61,7 +61,8 @@ def rows(results: list[dict[str, Any]], workers: int, mbit: float) -> list[dict[
     for row in results:
         groups.setdefault(Setup(*(row[name] for name in Setup._fields)), []).append(row)
     mean = lambda setup, key: float(np.mean([row[key] for row in groups[setup]]))
-    dense = {setup.every: mean(setup, "test") for setup in groups if setup.label.startswith("f32 ")}
+    same = lambda setup: (setup.every, setup.rates)
+    dense = {same(setup): mean(setup, "test") for setup in groups if setup.is_dense}
     sent = {
         setup.label: float(np.mean([bytes_of(row, setup, workers) / row["step"] for row in group]))
         for setup, group in groups.items()
@@ -69,7 +70,7 @@ def rows(results: list[dict[str, Any]], workers: int, mbit: float) -> list[dict[
     compute, table = compute_of(results), []
     for setup, group in groups.items():
         first, each_step = group[0], sent[setup.label]
-        base = None if setup.plain else dense.get(setup.every)
+        base = None if setup.plain else dense.get(same(setup))
         messages = first["message_bytes"] is not None and first["route"] != "sum"
         row = {"method": setup.label, "test loss": spread([each["test"] for each in group])}
         row["vs f32 same H"] = f"{100 * (mean(setup, 'test') / base - 1):+.2f} %" if base else "-"

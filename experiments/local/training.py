@@ -15,14 +15,17 @@ from experiments.lib.step import training_step
 from experiments.lib.text import Text, windows
 from experiments.lib.training import Checkpoints, State
 from experiments.lib.transformer import LAYOUTS, Sizes, initial, mean_loss
-from experiments.local.methods import Setup
+from experiments.local.methods import INNERS, Setup
 from jaxcomp import base
+from jaxcomp.base import Algorithm
 from jaxcomp.compressors.tree import each_of
 from jaxcomp.exchange.routes import ROUTES
 from jaxcomp.groups import split
+from jaxcomp.state.moments import moment_of, places_of
 from jaxcomp.transforms.bytes_exchange import BytesExchange
 from jaxcomp.transforms.fragments import Timetable, cut, fragments_of
 from jaxcomp.transforms.local_updates import difference_of
+from jaxcomp.transforms.moments import away_from
 
 __all__ = ["train"]
 
@@ -37,10 +40,11 @@ def train(setup: Setup, seed: int, text: Text, o: Any, checkpoints: Checkpoints)
     by the compiled exchange. message_bytes: of the messages of a round. seconds: median of steps without an exchange.
     """
     sizes = Sizes(text.characters, o.length, o.width, o.heads, o.layers)
-    rate = optax.warmup_cosine_decay_schedule(0.0, o.lr, max(1, o.steps // 20), o.steps, o.lr / 10)
-    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.1))
+    lr = setup.lr or o.lr
+    rate = optax.warmup_cosine_decay_schedule(0.0, lr, max(1, o.steps // 20), o.steps, lr / 10)
+    inner = optax.chain(optax.clip_by_global_norm(1.0), INNERS[setup.inner](rate))
     tx = setup.transform(inner, setup.outer(o.outer_lr, o.outer_momentum), o.ratio, o.levels, seed)
-    algorithm, start = setup.algorithm(o.ratio, o.levels), initial(sizes, seed)
+    start = initial(sizes, seed)
     state, axes = jc.init_state(tx, start, o.workers, "data")
     params = jax.tree.map(lambda p: jnp.stack([p] * o.workers), start)
     loss_of = lambda params, tokens: mean_loss(params, tokens, LAYOUTS["data"])
@@ -76,8 +80,8 @@ def train(setup: Setup, seed: int, text: Text, o: Any, checkpoints: Checkpoints)
         else:
             seconds.append(took)
         takes = any(times.takes(p, t + 1) for p in range(setup.fragments))
-        if takes and not setup.plain and (line["message_bytes"] is None or t > o.steps // 2):
-            line["message_bytes"] = message_bytes(setup, algorithm, params, state, seed)
+        if takes and not setup.plain and (line["message_bytes"] is None or t + setup.every >= o.steps):
+            line["message_bytes"] = message_bytes(setup, o, params, state, seed)
         if t == 1 or t % LOGGED == 0 or t == o.steps:
             line |= {"step": t, "loss": float(jnp.mean(loss)), "test": float(test(state.point, tested))}
             line["seconds"] = float(np.median(seconds[-100:])) if seconds else took
@@ -86,19 +90,34 @@ def train(setup: Setup, seed: int, text: Text, o: Any, checkpoints: Checkpoints)
             checkpoints.save(t, State(params, state), {"line": line, "seconds": seconds[-100:]})
 
 
-def message_bytes(setup: Setup, algorithm: Any, params: Any, state: Any, seed: int) -> int:
-    """Bytes of the messages of worker 0 in a round, all fragments, as `jc.wire` writes them in its best code.
+def message_bytes(setup: Setup, o: Any, params: Any, state: Any, seed: int) -> int:
+    """Bytes of the messages of worker 0 in a round, as `jc.wire` writes them in its best code.
 
-    Of the difference that is there now, with the memory of the worker.
+    All fragments, and moments by their share of a round; of the differences that are there now, with the memory of the
+    worker.
     """
-    sent: list[int] = []
-    link = BytesExchange(lambda message: sent.append(len(message)) or [message], 0, 1, "best")
-    mine = jax.tree.map(lambda p: p[0], params)
+    mine, algorithm = jax.tree.map(lambda p: p[0], params), setup.algorithm(o.ratio, o.levels)
+    sent = 0.0
     for mean, numbers in zip(state.means, fragments_of(state.point, setup.fragments), strict=True):
         difference = difference_of(cut(state.point, numbers), cut(mine, numbers))
-        local = jax.tree.map(lambda x: x[0, 0], mean.local.algorithm)  # of worker 0
-        memory = base.whole(base.State(local, mean.shared.algorithm), algorithm.roles)
-        groups = mean.about.groups.groups
-        here = base.Round(jax.random.key(seed), groups, each_of(algorithm, groups))
-        base.answered(algorithm.update(here, split(mean.about.groups, difference), memory), link.answer)
+        sent += length_of(algorithm, mean, difference, seed)
+    if setup.moments:
+        inner = jax.tree.map(lambda x: x[0, 0], state.own.local.inner)
+        places, algorithm = places_of("local", inner, mine, setup.moments), setup.of_moments(o.ratio, o.levels)
+        for name, period in setup.moments.items():
+            point, mean = state.moments[name]
+            difference = away_from(point, moment_of(inner, places[name], mine))
+            sent += length_of(algorithm, mean, difference, seed) * setup.every / period
+    return round(sent)
+
+
+def length_of(algorithm: Algorithm, mean: Any, difference: Any, seed: int) -> int:
+    """Bytes of the message of worker 0 with this difference."""
+    sent: list[int] = []
+    link = BytesExchange(lambda message: sent.append(len(message)) or [message], 0, 1, "best")
+    local = jax.tree.map(lambda x: x[0, 0], mean.local.algorithm)  # of worker 0
+    memory = base.whole(base.State(local, mean.shared.algorithm), algorithm.roles)
+    groups = mean.about.groups.groups
+    here = base.Round(jax.random.key(seed), groups, each_of(algorithm, groups))
+    base.answered(algorithm.update(here, split(mean.about.groups, difference), memory), link.answer)
     return sum(sent)

@@ -2,6 +2,7 @@
 
 specs.py      where the parts of a state lie: `jc.init_state`, `jc.state_specs`, `jc.per_worker`, `state_axes`
 workers.py    the state for another number of workers: `jc.redistribute`
+moments.py    moments that workers of `local_updates` share
 by_leaf.py    vectors of a state as trees
 register.py   states for `flax.serialization`
 

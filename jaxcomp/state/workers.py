@@ -30,6 +30,7 @@ from jaxcomp.exchange.rearrange import (
 from jaxcomp.exchange.spread import pooled
 from jaxcomp.exchange.state import MeanState, OwnState, check_rows, is_mean, is_own, means_in
 from jaxcomp.paths import same_leaves
+from jaxcomp.state.moments import LocalMomentsState, joined, moment_of, places_of, replaced_by
 
 __all__ = ["redistribute"]
 
@@ -45,7 +46,8 @@ def redistribute(old: Any, new: Any, *, keep: str = "sum") -> Any:
     Where their number stays, workers keep their shifts. Adaptive state of compressors (stages of SIDCo) is taken over
     from worker i mod n. Parameters, moments, counters and keys stay as they are; measurements are those of the new
     state, and so are plans for each worker (ratios, matrices) that have another shape there. What `optax.MultiSteps`
-    has accumulated is handed on as a memory is.
+    has accumulated is handed on as a memory is. Where workers share moments (`local_updates` with moments), new ones
+    begin with the shared ones and the rest of the inner optimizer's state of worker i mod n; without, with all of that.
 
     In a hierarchy any axis may have another length: the workers of the first level are those of all groups together;
     group j goes on from the mean shift of group j mod the old number, and from the mean of the groups' momenta. With
@@ -98,13 +100,43 @@ def _optimizer(old: Any, new: Any, keep: str) -> Any:
             return _mean(old, new, sizes, keep) if is_mean(old) else _own(old, new, keep)
         if isinstance(old, optax.MultiStepsState):
             return _steps(old, new, walk, keep)
+        if isinstance(old, LocalMomentsState):
+            return _moments(old, new, walk)
         return placed(on_host(old), new)
 
     def walk(old, new):
-        special = lambda node: is_mean(node) or is_own(node) or isinstance(node, optax.MultiStepsState)
+        kinds = (optax.MultiStepsState, LocalMomentsState)
+        special = lambda node: is_mean(node) or is_own(node) or isinstance(node, kinds)
         return map_alike(one, old, new, special)
 
     return walk(old, new)
+
+
+def _moments(old: LocalMomentsState, new: Any, walk: Callable[[Any, Any], Any]) -> LocalMomentsState:
+    """Redistributes it as a tuple; workers that are new begin with the shared moments."""
+    if not isinstance(new, LocalMomentsState) or set(old.moments) != set(new.moments):
+        raise Misfit("the two states are of different optimizers: they share different moments")
+    found = LocalMomentsState(*walk(tuple(old), tuple(new)))
+    inner, before = found.own.local.inner, jax.tree.leaves(old.own.local)
+    known = np.shape(before[0])[0] if before else 0
+    lead = np.ndim(
+        next(iter(found.moments.values())).mean.local.counts.size
+    )  # under vmap rows have an axis of their own
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x)[lead:], x.dtype), inner)
+    places = places_of("redistribute", one, found.point, found.moments)
+    for name, moment in found.moments.items():
+
+        def begun(u, rows):
+            rows = np.array(on_host(rows))
+            shared = np.asarray(jax.numpy.asarray(on_host(u)).astype(rows.dtype))
+            rows[known:] = joined(name, shared[None], rows[known:], np)  # noqa: B023
+            return rows
+
+        own = moment_of(inner, places[name], found.point)
+        own = jax.tree.map(lambda u, rows: placed(begun(u, rows), rows), moment.point, own)
+        inner = replaced_by(inner, places[name], own)
+    own = found.own
+    return found._replace(own=OwnState(own.local._replace(inner=inner), own.placement, own.roles))
 
 
 def _own(old: OwnState, new: OwnState, keep: str) -> OwnState:

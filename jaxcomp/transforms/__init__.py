@@ -1,5 +1,6 @@
 """Forms that users put into their training loop. All run the same `exchange.driver`."""
 
+from jaxcomp.state.moments import LocalMomentsState
 from jaxcomp.transforms.check_loss import LossCheck, check_loss
 from jaxcomp.transforms.compressed_mean import compressed_mean
 from jaxcomp.transforms.demo import demo
@@ -16,6 +17,7 @@ from jaxcomp.transforms.worker_gradients import mean_over
 __all__ = [
     "DynamicScale",
     "GradientState",
+    "LocalMomentsState",
     "LocalProcess",
     "LocalSteps",
     "LocalStepsState",

@@ -8,7 +8,7 @@ handed to the thread, and merged at step t + delay; only then the worker waits, 
 import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -25,9 +25,11 @@ from jaxcomp.exchange.axes import Placement
 from jaxcomp.exchange.driver import exchange_of, own_weights
 from jaxcomp.groups import join, split
 from jaxcomp.payloads import CODES
+from jaxcomp.state.moments import moment_of, places_of, replaced_by
 from jaxcomp.transforms.bytes_exchange import BytesExchange, Gather
 from jaxcomp.transforms.fragments import Timetable, cut, fragments_of, replaced
 from jaxcomp.transforms.local_updates import (
+    MOMENTS,
     check_times,
     difference_of,
     following,
@@ -36,6 +38,7 @@ from jaxcomp.transforms.local_updates import (
     negative_of,
     towards,
 )
+from jaxcomp.transforms.moments import away_from, check_moments, moved, numbers_of, taken_over
 
 __all__ = ["LocalProcess", "local_process"]
 
@@ -55,13 +58,16 @@ def local_process(
     fragments: int = 1,
     delay: int = 0,
     mixing: float = 0.0,
+    moments: Mapping[str, int] | None = None,
+    moments_algorithm: Algorithm | None = None,
     seed: int | Array = 0,
     code: str = "best",
 ) -> "LocalProcess":
     """One worker of `local_updates` on the host, whose exchanges run in a thread beside its steps.
 
     Args:
-        inner, outer, algorithm, every, fragments, delay, mixing: as for `local_updates`.
+        inner, outer, algorithm, every, fragments, delay, mixing, moments, moments_algorithm: as for `local_updates`. A
+            step that averages a moment waits for it, and for the differences that were sent before.
         gather: bytes of this worker -> a list of those of all workers in their order, its own among them. Called in
             one thread, one call after the other, and equally often, in the same order, by every worker: once after
             `start`, with the options, and then for each message.
@@ -97,22 +103,26 @@ def local_process(
         raise ValueError(f"{NAME}: index must be in 0 .. size - 1 = {size - 1}; got {index}")
     if code not in CODES:
         raise ValueError(f"{NAME}: code must be one of {', '.join(CODES)}; got {code!r}")
-    check_algorithm(NAME, algorithm)
-    weights = own_weights(NAME, algorithm)
-    if weights is not None and len(weights) != size:
-        raise ValueError(f"{NAME}: size must be {len(weights)}, as many as the compressor has weights; got {size}")
-    times = Timetable(int(every), int(fragments), int(delay))
-    return LocalProcess(inner, outer, algorithm, gather, (int(index), int(size)), times, float(mixing), seed, code)
+    periods = check_moments(NAME, moments, moments_algorithm)
+    for each in (algorithm,) if moments_algorithm is None else (algorithm, moments_algorithm):
+        weights = own_weights(NAME, check_algorithm(NAME, each))
+        if weights is not None and len(weights) != size:
+            raise ValueError(f"{NAME}: size must be {len(weights)}, as many as the compressor has weights; got {size}")
+    times, place = Timetable(int(every), int(fragments), int(delay)), (int(index), int(size))
+    shared = periods, algorithm if moments_algorithm is None else moments_algorithm
+    return LocalProcess(inner, outer, algorithm, gather, place, times, float(mixing), seed, code, shared)
 
 
 class _Part(NamedTuple):
-    """One fragment.
+    """One fragment, or one moment.
 
-    numbers: of its leaves. compressors: of its groups. split, join: to groups and back, compiled. mean, outer: states.
-    pending: what the thread makes of the difference on its way.
+    numbers: of its leaves. algorithm, link: of its exchange. compressors: of its groups. split, join: to groups and
+    back, compiled. mean, outer: states. pending: what the thread makes of the difference on its way.
     """
 
     numbers: tuple[int, ...]
+    algorithm: Algorithm
+    link: BytesExchange
     compressors: tuple[Compressor, ...]
     split: Callable[[Any], Any]
     join: Callable[[Any], Any]
@@ -124,8 +134,9 @@ class _Part(NamedTuple):
 class LocalProcess:
     """The functions that `local_process` returns.
 
-    point: theta, which all workers share. sent_bytes: of this worker's messages so far, to all others. waited: seconds
-    that steps spent waiting for exchanges so far. waited_for_start: seconds until the options of all workers were here.
+    point: theta, which all workers share. moments: name -> the moment that all share. sent_bytes: of this worker's
+    messages so far, to all others. waited: seconds that steps spent waiting for exchanges so far. waited_for_start:
+    seconds until the options of all workers were here.
     """
 
     def __init__(
@@ -139,15 +150,20 @@ class LocalProcess:
         mixing: float,
         seed: Any,
         code: str,
+        moments: tuple[tuple[tuple[str, int], ...], Algorithm],
     ):
         self._outer, self._algorithm, self._times, self._mixing = outer, algorithm, times, mixing
-        self._link, self._place = BytesExchange(gather, *place, code, own_weights(NAME, algorithm)), place
+        link_of = lambda algorithm: BytesExchange(gather, *place, code, own_weights(NAME, algorithm))
+        self._periods, self._of_moments = moments
+        self._link, self._place = link_of(algorithm), place
+        self._link_of_moments = self._link if self._of_moments is algorithm else link_of(self._of_moments)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=NAME)
         self._root = root_key(seed)
         self._count, self._parts, self.point = 0, [], None
         self.waited = self.waited_for_start = 0.0
         self._greeting: Future | None = None
         times_of = {"every": times.every, "fragments": times.fragments, "delay": times.delay, "mixing": mixing}
+        times_of |= {"moments": self._periods} if self._periods else {}
         self._others = tuple((times_of | {"size": place[1], "message code": code}).items())
 
         self._exact = exact = is_exact(times, self._mixing)
@@ -158,10 +174,15 @@ class LocalProcess:
 
         self._inner, self._step, self._merge = inner, jax.jit(step), jax.jit(self._merged)
         self._take, self._negative = jax.jit(difference_of), jax.jit(negative_of)
+        self._moments: dict[str, _Part] = {}
+        self.moments: dict[str, Any] = {}
+        self._away = jax.jit(away_from)
+        self._average = jax.jit(self._averaged, static_argnums=0)
 
     @property
     def sent_bytes(self) -> int:
-        return self._link.sent_bytes
+        own = self._link_of_moments is not self._link
+        return self._link.sent_bytes + (self._link_of_moments.sent_bytes if own else 0)
 
     def metrics(self) -> dict[str, int | float]:
         """Plain numbers for a logger: steps, bytes sent and seconds waited so far.
@@ -188,14 +209,32 @@ class LocalProcess:
         others = (*self._others, ("outer", probe(self._outer)))
         for p, numbers in enumerate(fragments_of(params, self._times.fragments)):
             root = jax.random.fold_in(self._root, p) if self._times.fragments > 1 else self._root
-            run = exchange_of(NAME, self._algorithm, Placement(None), "gather", root, others=others)
-            mean, outer = run.init(cut(like, numbers)), self._outer.init(cut(self.point, numbers))
-            apart, together = (jax.jit(functools.partial(function, mean.about.groups)) for function in (split, join))
-            compressors = each_of(self._algorithm, mean.about.groups.groups)
-            self._parts.append(_Part(numbers, compressors, apart, together, mean, outer))
-            options.append(json.loads(run.options(mean.about.groups)))
+            outer = self._outer.init(cut(self.point, numbers))
+            part, own = self._part(self._algorithm, self._link, numbers, cut(like, numbers), root, others, outer)
+            self._parts.append(part)
+            options.append(own)
+        places = places_of(NAME, self._state, params, dict(self._periods))
+        for j, (name, _) in enumerate(self._periods):
+            start, numbers = moment_of(self._state, places[name], params), numbers_of(places[name])
+            like, root = wide_like(start), jax.random.fold_in(self._root, MOMENTS + j)
+            self.moments[name] = jax.tree.map(lambda x, each: jnp.array(x, each.dtype, copy=True), start, like)
+            part, own = self._part(self._of_moments, self._link_of_moments, numbers, like, root, others, ())
+            self._moments[name] = part
+            options.append(own)
+        self._places = places
         self._greeting = self._thread.submit(self._greeted, merged(options))
         return params
+
+    def _part(
+        self, algorithm: Algorithm, link: BytesExchange, numbers: Any, like: Any, root: Array, others: Any, outer: Any
+    ) -> tuple[_Part, Any]:
+        """A fragment or moment before its first exchange, and the options of that."""
+        run = exchange_of(NAME, algorithm, Placement(None), "gather", root, others=others)
+        mean = run.init(like)
+        apart, together = (jax.jit(functools.partial(function, mean.about.groups)) for function in (split, join))
+        compressors = each_of(algorithm, mean.about.groups.groups)
+        part = _Part(numbers, algorithm, link, compressors, apart, together, mean, outer)
+        return part, json.loads(run.options(mean.about.groups))
 
     def _greeted(self, options: Options) -> None:
         """In the thread: sends the options, and compares those of all workers."""
@@ -223,13 +262,36 @@ class LocalProcess:
                 self._parts[p] = part = part._replace(pending=self._thread.submit(self._exchanged, part, difference))
             if self._times.merges(p, self._count) and part.pending is not None:
                 after = self._joined(p, part, before, after)
+        due = [name for name, period in self._periods if self._count % period == 0]
+        sent = {name: self._send_moment(name, params) for name in due}
+        for name, pending in sent.items():
+            self._take_moment(name, pending, params)
         return after
 
-    def _joined(self, p: int, part: _Part, before: Any, after: Any) -> Any:
+    def _send_moment(self, name: str, params: Any) -> Future:
+        own = moment_of(self._state, self._places[name], params)
+        return self._thread.submit(self._exchanged, self._moments[name], self._away(self.moments[name], own))
+
+    def _take_moment(self, name: str, pending: Future, params: Any) -> None:
+        direction, mean = self._waited_for(pending)
+        own = moment_of(self._state, self._places[name], params)
+        self.moments[name], own = self._average(name, self.moments[name], direction, own)
+        self._state = replaced_by(self._state, self._places[name], own)
+        self._moments[name] = self._moments[name]._replace(mean=mean)
+
+    def _averaged(self, name: str, point: Any, direction: Any, own: Any) -> tuple[Any, Any]:
+        point = moved(name, point, direction)
+        return point, taken_over(name, point, own)
+
+    def _waited_for(self, pending: Future) -> Any:
         began = time.perf_counter()
-        assert part.pending is not None
-        direction, mean = part.pending.result()
+        found = pending.result()
         self.waited += time.perf_counter() - began
+        return found
+
+    def _joined(self, p: int, part: _Part, before: Any, after: Any) -> Any:
+        assert part.pending is not None
+        direction, mean = self._waited_for(part.pending)
         here = [cut(tree, part.numbers) for tree in (self.point, before, after)]
         point, outer, mine = self._merge(direction, part.outer, *here)
         self._parts[p] = part._replace(mean=mean, outer=outer, pending=None)
@@ -250,11 +312,11 @@ class LocalProcess:
         self._greeting.result()  # made in this thread before
         local, shared = part.mean.local, part.mean.shared
         key = jax.random.fold_in(jax.random.fold_in(wrap_key(shared.key), shared.count), self._place[0])
-        roles, groups = self._algorithm.roles, part.mean.about.groups.groups
+        roles, groups = part.algorithm.roles, part.mean.about.groups.groups
         mine = whole(State(jax.tree.map(lambda x: x[0], local.algorithm), shared.algorithm), roles)
-        here = Round(key, groups, part.compressors, self._link.index, self._link.size)
-        steps = self._algorithm.update(here, part.split(difference), mine)
-        direction, after = answered(steps, self._link.answer)
+        here = Round(key, groups, part.compressors, part.link.index, part.link.size)
+        steps = part.algorithm.update(here, part.split(difference), mine)
+        direction, after = answered(steps, part.link.answer)
         new = sides(after, roles)
         local = local._replace(algorithm=jax.tree.map(lambda x: x[None], new.local))
         shared = shared._replace(count=shared.count + 1, algorithm=new.shared)
@@ -263,7 +325,9 @@ class LocalProcess:
     def state(self) -> dict[str, Any]:
         """All that this worker remembers, as arrays. Waits for its exchanges on their way, which it keeps, too."""
         parts = [(q.mean, q.outer, None if q.pending is None else q.pending.result()) for q in self._parts]
-        return {"count": self._count, "point": self.point, "inner": self._state, "parts": parts}
+        found = {"count": self._count, "point": self.point, "inner": self._state, "parts": parts}
+        moments = {name: (self.moments[name], part.mean) for name, part in self._moments.items()}
+        return found | ({"moments": moments} if moments else {})
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from what `state` returned; call it after `start`."""
@@ -274,6 +338,8 @@ class LocalProcess:
                 pending = Future()
                 pending.set_result(arrived)
             self._parts[p] = self._parts[p]._replace(mean=mean, outer=outer, pending=pending)
+        for name, (point, mean) in state.get("moments", {}).items():
+            self.moments[name], self._moments[name] = point, self._moments[name]._replace(mean=mean)
 
     def close(self) -> None:
         """Waits for the exchanges on their way, which the others wait for, too."""

@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxcomp.base import Algorithm
 from jaxcomp.exchange.axes import Axis, axis_names, is_bound
 from jaxcomp.exchange.state import kept
+from jaxcomp.state.moments import LocalMomentsState
 from jaxcomp.state.specs import init_state, names_of, state_specs
 from jaxcomp.transforms.arguments import Call, Given, Trained, call_of, check_cut
 from jaxcomp.transforms.local_updates import LocalUpdatesState, local_updates
@@ -59,7 +60,7 @@ class LocalStepsState:
     parameters is cut over the mesh; () where none is. Static.
     """
 
-    exchange: LocalUpdatesState
+    exchange: LocalUpdatesState | LocalMomentsState
     specs: tuple[PartitionSpec, ...] = dataclasses.field(metadata={"static": True})
 
     @property
@@ -197,7 +198,8 @@ def local_steps(
         batch, keys: as for `value_and_grad`.
         param_specs: PartitionSpecs of the parameters, a prefix tree of them. None: as the arrays lie that are given to
             `init`.
-        options: fragments, delay, mixing, via, weights, seed, measure, link and bucket_bytes of `local_updates`.
+        options: fragments, delay, mixing, moments, moments_algorithm, via, weights, seed, measure, link and
+            bucket_bytes of `local_updates`.
 
     Returns:
         `LocalSteps`. Test `state.point`, which all workers share.

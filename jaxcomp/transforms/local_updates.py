@@ -7,15 +7,19 @@ Step t (counted from one) of worker i, with theta the point that all workers sha
     3.  `delay` steps later, where the fragment is merged:
             theta   <- outer(theta, mean_i C(Delta_i))
             theta_i <- (1 - mixing) theta + mixing theta_i
+    4.  every K_j steps, for moment j of the inner optimizer, where asked for (`transforms.moments`):
+            u <- mean of u_i,   u_i <- u
 
 Fragment p of P is merged at the steps t > delay with t mod H = floor((p + 1) H / P) mod H, H = `every`, from the
 difference of step t - delay. With one fragment and no delay that is DiLoCo (Douillard et al. 2023): every H steps all
 parameters. With fragments, delay and mixing it is its streaming form (Douillard et al. 2025).
 
 Each fragment has a mean of its own: the road of `compressed_mean`, with its algorithms, routes, hierarchies and shards.
+With periods for its moments it is DES-LOC (Iacob et al. 2025).
 The steps in between run no collective: it stands inside a `lax.cond` on the count of steps, equal on all workers.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jaxcomp.arrays import constants, root_key, wide, wide_like, zeros_like
@@ -34,26 +38,28 @@ from jaxcomp.exchange.axes import Axis, Placement, axis_names, axis_size, is_bou
 from jaxcomp.exchange.collectives import sum_arrays
 from jaxcomp.exchange.driver import own_weights, shares_of
 from jaxcomp.exchange.links import DEFAULT, Link
-from jaxcomp.exchange.measure import no_counts
 from jaxcomp.exchange.routes import Route
-from jaxcomp.exchange.state import MeanState, OwnState, is_mean, own_at_device, own_off_device
+from jaxcomp.exchange.state import OwnState, is_mean, own_at_device, own_off_device
 from jaxcomp.floats import rounded_to, stored
 from jaxcomp.groups import Buckets
+from jaxcomp.state.moments import LocalMomentsState, places_of
 from jaxcomp.transforms.compressed_mean import MISSING, levels_of, means_over
 from jaxcomp.transforms.fragments import Timetable, cut, fragments_of, replaced
+from jaxcomp.transforms.moments import Moments, check_moments, either, idle, numbers_of
 from jaxcomp.transforms.worker_gradients import not_zero, share_of_worker, times
 
-__all__ = ["LocalUpdatesState", "check_times", "difference_of", "local_updates", "mixed", "towards"]
+__all__ = ["MOMENTS", "LocalUpdatesState", "check_times", "difference_of", "local_updates", "mixed", "towards"]
 
 Array = jax.Array
 NAME = "local_updates"
+MOMENTS = 2**30  # keys of their means are numbered from here, those of fragments from 0
 ROLES = (("inner", "compressor"), ("pending", "memory"), ("counts", "memory"))
 
 
 class Own(NamedTuple):
     """inner: of the inner optimizer; pending: differences of each fragment that are on their way, () without delay;
-    counts: what the steps since the last difference of each fragment count, and those of the pending ones; () where all
-    workers count alike."""
+    counts: what the steps since the last difference of each fragment (and of each moment) count, and those of the
+    pending ones; () where all workers count alike."""
 
     inner: Any
     pending: tuple[Any, ...]
@@ -89,6 +95,8 @@ def local_updates(
     fragments: int = 1,
     delay: int = 0,
     mixing: float = 0.0,
+    moments: Mapping[str, int] | None = None,
+    moments_algorithm: Algorithm | None = None,
     via: str | Route = "auto",
     weights: Sequence[float] | Array | None = None,
     seed: int | Array = 0,
@@ -125,6 +133,11 @@ def local_updates(
             merges it; beside the steps in between it runs in a program that has them all and says their numbers (`at`,
             below), and by `local_process`. What a worker does in them is lost without mixing.
         mixing: share of a worker's own parameters that it keeps when it merges, in [0, 1).
+        moments: field of the inner optimizer's state -> steps K_j from one averaging of it to the next, at least 1, say
+            {"mu": 3 * H, "nu": 6 * H} for AdamW (DES-LOC); a field may lie anywhere in the state, as floats like the
+            parameters, or like some of them (`optax.contrib.muon` has mu of all and nu of the rest). None: the state
+            stays with the worker.
+        moments_algorithm: of the differences of moments; None: as of those of parameters (in a hierarchy: the last).
         via: "auto" or a name in `jaxcomp.exchange.ROUTES`: how messages travel; or a `Route` of your own.
         weights: relative weight of each worker, n numbers >= 0; None: those of the compressor (`dagc`), else equal.
         seed: int or key for both kinds of randomness.
@@ -136,15 +149,25 @@ def local_updates(
             tokens, say). The mean of the differences is then sum_i W_i Delta_i / sum_i W_i, with W_i the weights of the
             steps since the last difference (times those of `weights`); n W_i Delta_i / sum_i W_i is what is compressed
             and remembered. One number more crosses with an exchange, and none in between. Not with a hierarchy.
+            A mean of moments counts the steps since the last one of that moment.
 
     Returns:
-        `optax.GradientTransformationExtraArgs` with a `LocalUpdatesState`. `info` of a step without an exchange says
-        zero bytes.
+        `optax.GradientTransformationExtraArgs` with a `LocalUpdatesState`; with moments it is a `LocalMomentsState`,
+        whose shared moments take four bytes for each entry of each moment, and so does a memory of their algorithm.
+        `info` of a step without an exchange says zero bytes.
 
     Raises:
         TypeError: no axis_name, or no algorithm.
         ValueError: arguments out of range; at trace time: no params, an unbound axis, parameters or gradients that are
-            equal on all workers, too many fragments.
+            equal on all workers, too many fragments, moments that the inner optimizer does not have, Muon with
+            matrices that are cut (it orthogonalizes whole ones).
+
+    A moment has a shared point u of its own, and its compressed difference to that crosses, as that of a fragment does:
+    u <- u - mean_i C(u - u_i), u_i <- u, after the step. Right after it, workers have equal moments. Squares (fields
+    named nu, nu_max, sum_of_squares, v, e_g, e_x) stay above zero: the point is projected, and where it is zero, as a
+    lossy mean may make it, a worker keeps its own entry. A non-finite entry of a moment counts as the shared one, and
+    is replaced by it. What error feedback remembers of a moment is sent an averaging later, when beta^K of it is left:
+    with long periods take an algorithm that forgets, say direct(block_scaled("int8", rounding="stochastic")).
 
     A program that has several steps and knows their numbers t, counted from one, says each as `update(..., at=t)`, a
     Python integer. Then no conditional stands around an exchange: a step without one has none, and one with `delay`
@@ -154,7 +177,9 @@ def local_updates(
     Non-finite entries of a difference count as zero, so they stay with their worker; no sum leads that away from a NaN:
     wrap `inner` in `optax.apply_if_finite`. Gradients are accumulated inside: inner=optax.MultiSteps(optimizer, k).
 
-    Reference: Douillard et al. 2023 (DiLoCo), algorithm 1; Douillard et al. 2025 (Streaming DiLoCo), algorithm 2.
+    Reference: Douillard et al. 2023 (DiLoCo), algorithm 1; Douillard et al. 2025 (Streaming DiLoCo), algorithm 2; Iacob
+    et al. 2025 (DES-LOC, arXiv 2505.22549), which averages at the start of step t + 1 what is averaged here at the end
+    of step t, uncompressed and without an outer optimizer; Thérien et al. 2025 (MuLoCo, arXiv 2505.23725): Muon inside.
     A fragment is merged only once a difference of it was taken, after `delay` steps.
 
     >>> import jax, jax.numpy as jnp, optax, jaxcomp as jc
@@ -170,31 +195,47 @@ def local_updates(
     [1.5 1.5]
     """
     check_times(NAME, every, fragments, delay, mixing)
-    for what, value in (("inner", inner), ("outer", outer)):
-        if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
-            raise TypeError(f"{NAME}: {what} must be an optax optimizer; got {value!r}")
+    _check_optimizers(inner=inner, outer=outer)
     levels = levels_of(algorithm, axis_name, weights, NAME)
-    for each in levels.values():
-        check_algorithm(NAME, each)
     if weighted and len(levels) > 1:
         raise ValueError(f"{NAME}: weighted goes with one axis of workers; got a hierarchy over {tuple(levels)}")
+    periods = check_moments(NAME, moments, moments_algorithm)
     options = {"weights": weights, "measure": measure, "link": link, "bucket_bytes": bucket_bytes}
     partial = sharded is not None or isinstance(axis_name, Mapping)
-    last, root = len(levels) - 1, root_key(seed)
+    last = len(levels) - 1
+    with contextlib.nullcontext() if isinstance(seed, Tracer) else constants():
+        root = root_key(seed)
+        keys = [jax.random.fold_in(root, MOMENTS + j) for j in range(len(periods))]
     others = (("every", every), ("fragments", fragments), ("delay", delay), ("mixing", mixing), ("outer", outer))
+    of_moments = levels if moments_algorithm is None else levels | {list(levels)[last]: moments_algorithm}
+    for each in (*levels.values(), *of_moments.values()):
+        check_algorithm(NAME, each)
+    specs_of = lambda numbers: sharded if sharded is None or _are_names(sharded) else cut(sharded, numbers)
 
     @functools.cache
     def mean(number: int, numbers: tuple[int, ...]) -> optax.GradientTransformationExtraArgs:
         """Mean of the differences of a fragment."""
         with constants():  # keys, wherever the leaves come from
             key = jax.random.fold_in(root, number) if fragments > 1 else root
-            specs = sharded if sharded is None or _are_names(sharded) else cut(sharded, numbers)
-            return means_over(NAME, levels, via, key, specs, partial, chosen=(last,), others=others, **options)
+            more = (*others, ("moments", periods)) if periods else others
+            return means_over(
+                NAME, levels, via, key, specs_of(numbers), partial, chosen=(last,), others=more, **options
+            )
+
+    @functools.cache
+    def mean_of_moment(j: int, numbers: tuple[int, ...]) -> optax.GradientTransformationExtraArgs:
+        with constants():
+            more = (("moment", periods[j]),)
+            return means_over(
+                NAME, of_moments, via, keys[j], specs_of(numbers), partial, chosen=(last,), others=more, **options
+            )
 
     groups = optax.identity()
     if last:
         groups = means_over(NAME, levels, via, root, sharded, partial, chosen=range(last), **options)
     mean(0, (0,))  # checks the arguments
+    if periods:
+        mean_of_moment(0, (0,))
     axis, given = list(levels)[last], own_weights(NAME, list(levels.values())[last]) if weights is None else weights
     shares = () if given is None else ((axis, tuple(shares_of(NAME, given).tolist())),)
     parts = _LocalUpdates(
@@ -206,6 +247,8 @@ def local_updates(
         Timetable(int(every), int(fragments), int(delay)),
         float(mixing),
         shares if weighted else None,
+        Moments(NAME, periods, mean_of_moment, list(levels)[last]),
+        sharded,
     )
     return optax.GradientTransformationExtraArgs(parts.init, parts.update)  # pyright: ignore[reportArgumentType]
 
@@ -221,6 +264,12 @@ def check_times(name: str, every: int, fragments: int, delay: int, mixing: float
         raise ValueError(f"{name}: delay must be an integer in 0 .. every - 1 = {every - 1}; got {delay!r}")
     if not isinstance(mixing, int | float | np.number) or not 0 <= mixing < 1:
         raise ValueError(f"{name}: mixing must be in [0, 1); got {mixing!r}")
+
+
+def _check_optimizers(**optimizers: Any) -> None:
+    for what, value in optimizers.items():
+        if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
+            raise TypeError(f"{NAME}: {what} must be an optax optimizer; got {value!r}")
 
 
 def _are_names(sharded: Any) -> bool:
@@ -240,7 +289,7 @@ class _LocalUpdates(NamedTuple):
 
     groups: the means of gradients over the first axes of a hierarchy. mean(number, leaves): of the differences of a
     fragment. place: where workers differ. shares: of workers in a mean, as `share_of_worker` takes them; None where
-    steps have no weights.
+    steps have no weights. moments: of the inner optimizer. sharded: how parameters are cut.
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -251,39 +300,45 @@ class _LocalUpdates(NamedTuple):
     times: Timetable
     mixing: float
     shares: Any
+    moments: Moments
+    sharded: Any
 
     @property
     def exact(self) -> bool:
         """Whether workers are at the shared point before every step, so that the inner update is the difference."""
         return is_exact(self.times, self.mixing)
 
-    def init(self, params: Any) -> LocalUpdatesState:
+    def init(self, params: Any) -> LocalUpdatesState | LocalMomentsState:
+        inner = self.inner.init(params)
         like = wide_like(params)
         point = jax.tree.map(lambda p, each: jnp.array(p, each.dtype, copy=True), params, like)
         fragments = fragments_of(like, self.times.fragments)
         pending = tuple(zeros_like(cut(like, numbers)) for numbers in fragments) if self.times.delay else ()
-        return LocalUpdatesState(
+        state = LocalUpdatesState(
             jnp.zeros((), jnp.int32),
             point,
             tuple(self.outer.init(cut(point, numbers)) for numbers in fragments),
             self.groups.init(params),
             tuple(self.mean(p, numbers).init(cut(like, numbers)) for p, numbers in enumerate(fragments)),
-            own_off_device(Own(self.inner.init(params), pending, self._no_counts()), self.place, ROLES),
+            own_off_device(Own(inner, pending, self._no_counts()), self.place, ROLES),
         )
+        return LocalMomentsState(*state, self.moments.init(inner, params)) if self.moments.periods else state
 
     def _no_counts(self) -> tuple[tuple[Array, ...], ...]:
         if self.shares is None:
             return ()
-        zeros = (jnp.zeros((), jnp.float32),) * self.times.fragments
-        return (zeros, zeros) if self.times.delay else (zeros,)
+        zeros = lambda number: (jnp.zeros((), jnp.float32),) * number
+        since = zeros(self.times.fragments + len(self.moments.periods))
+        return (since, zeros(self.times.fragments)) if self.times.delay else (since,)
 
     def update(
         self, grads: Any, state: Any, params: Any = None, *, weight: Any = None, at: int | None = None, **extra: Any
-    ) -> tuple[Any, LocalUpdatesState]:
+    ) -> tuple[Any, LocalUpdatesState | LocalMomentsState]:
         self._check(grads, state, params, weight)
         if at is not None and not is_integer(at, 1):
             raise ValueError(f"{NAME}: at must be the number of this step, an integer of at least 1; got {at!r}")
         own: Own = own_at_device(NAME, state.own, self.place)
+        _check_whole_matrices(own.inner, params, self.sharded)
         since, waiting = ([list(each) for each in own.counts] + [[], []])[:2]
         since = [each + jnp.asarray(weight, jnp.float32) for each in since]
         count = state.count + 1
@@ -312,9 +367,17 @@ class _LocalUpdates(NamedTuple):
             point, updates = replaced(point, numbers, new.point), replaced(updates, numbers, new.updates)
             outer.append(new.outer)
             means.append(new.mean)
+        moments = []
+        if self.moments.periods:
+            first = self.times.fragments  # of its counts
+            weighed = lambda j, delta: self._weighed(delta, since[first + j] if since else None)
+            inner, *others, due = self.moments.update(now, inner, params, state.moments, weighed)
+            moments = others
+            if since:
+                since[first:] = [jnp.where(now, 0, each) for now, each in zip(due, since[first:], strict=True)]
         counts = tuple(tuple(each) for each in (since, waiting) if each)
         kept = own_off_device(Own(inner, tuple(pending), counts), self.place, ROLES)
-        return updates, LocalUpdatesState(count, point, tuple(outer), groups, tuple(means), kept)
+        return updates, type(state)(count, point, tuple(outer), groups, tuple(means), kept, *moments)
 
     def _taken(self, here: "_Here", point: Any, now: Any) -> Any:
         """The difference that is on its way: a new one, if it is taken now."""
@@ -329,16 +392,8 @@ class _LocalUpdates(NamedTuple):
             # Without a step in between, the difference is the inner update itself, before it was rounded.
             return negative_of(before.updates, before.point) if self.exact else difference_of(before.point, here.after)
 
-        def weighed(delta: Any) -> Any:
-            if here.weight is None:
-                return delta
-            axis = self.place.workers
-            share = jnp.asarray(share_of_worker(axis, self.shares), here.weight.dtype)
-            whole = sum_arrays([share * here.weight], axis)[0] if axis_names(axis) else here.weight
-            return jax.tree.map(lambda x: times(x, here.weight / not_zero(whole)), delta)
-
         def run(before: _Fragment) -> _Fragment:
-            direction, state = here.mean.update(weighed(difference(before)), before.mean)
+            direction, state = here.mean.update(self._weighed(difference(before), here.weight), before.mean)
             step, outer = self.outer.update(direction, before.outer, before.point)
             point = optax.apply_updates(before.point, step)
             if self.exact:
@@ -350,9 +405,18 @@ class _LocalUpdates(NamedTuple):
 
         return run
 
+    def _weighed(self, delta: Any, weight: Any) -> Any:
+        """The difference times n W_i / sum_i W_i, where steps have weights."""
+        if weight is None:
+            return delta
+        axis = self.place.workers
+        share = jnp.asarray(share_of_worker(axis, self.shares), weight.dtype)
+        whole = sum_arrays([share * weight], axis)[0] if axis_names(axis) else weight
+        return jax.tree.map(lambda x: times(x, weight / not_zero(whole)), delta)
+
     def _left(self, before: "_Fragment") -> "_Fragment":
         """A step without an exchange, in which nothing is sent."""
-        return before._replace(mean=jax.tree.map(_idle, before.mean, is_leaf=is_mean))
+        return before._replace(mean=jax.tree.map(idle, before.mean, is_leaf=is_mean))
 
     def _check(self, grads: Any, state: Any, params: Any, weight: Any) -> None:
         if (weight is None) != (self.shares is None):
@@ -370,14 +434,34 @@ class _LocalUpdates(NamedTuple):
                 f"{NAME}: no axis named {axis!r} is bound here; call it inside jax.shard_map, jax.pmap or "
                 "jax.vmap(axis_name=...)"
             )
-        if not isinstance(state, LocalUpdatesState):
-            raise ValueError(f"{NAME}: expected a LocalUpdatesState; got {type(state).__name__}")
+        expected = LocalMomentsState if self.moments.periods else LocalUpdatesState
+        if not isinstance(state, expected):
+            raise ValueError(f"{NAME}: expected a {expected.__name__}; got {type(state).__name__}")
         equal = known_equal(params, axis) if axis_size(axis) > 1 else []
         if equal:
             raise ValueError(
                 f"{NAME}: params{equal[0]} is typed as equal on all workers of axis {axis!r}. Each worker steps from "
                 "parameters of its own: give them a leading axis of workers and pass them by P(axis_name)."
             )
+
+
+def _check_whole_matrices(inner: Any, params: Any, sharded: Any) -> None:
+    """Raises ValueError where Muon would take a shard of a matrix for a matrix."""
+    is_muon = lambda node: isinstance(node, optax.contrib.MuonState)
+    found = [] if sharded is None else [node for node in jax.tree.leaves(inner, is_leaf=is_muon) if is_muon(node)]
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    specs = jax.tree.leaves(sharded, is_leaf=lambda node: isinstance(node, PartitionSpec))
+    axes_of_leaf = [_axes_of(sharded if _are_names(sharded) else specs[i]) for i in range(len(leaves))] if found else []
+    for node in (each for each in found if jax.tree.leaves(each.mu)):
+        for i in numbers_of(places_of(NAME, node, params, {"mu": 1})["mu"]):
+            axes = axes_of_leaf[i]
+            if axes and is_bound(axes) and axis_size(axes) > 1:
+                raise ValueError(
+                    f"{NAME}: optax.contrib.muon orthogonalizes whole matrices, and params"
+                    f"{jax.tree_util.keystr(leaves[i][0])} is cut over {', '.join(axes)}: each device would "
+                    "orthogonalize its own part. Keep that matrix whole, or let AdamW take it "
+                    "(muon_weight_dimension_numbers)"
+                )
 
 
 class _Fragment(NamedTuple):
@@ -398,11 +482,6 @@ class _Here(NamedTuple):
     after: Any
     pending: Any
     weight: Any
-
-
-def either(now: Any, yes: Callable[[Any], Any], no: Callable[[Any], Any], operand: Any) -> Any:
-    """`lax.cond`, and the function itself where it is known which."""
-    return (yes if now else no)(operand) if isinstance(now, bool) else lax.cond(now, yes, no, operand)
 
 
 def difference_of(point: Any, mine: Any) -> Any:
@@ -457,12 +536,3 @@ def towards(params: Array, target: Array) -> Array:
     plus = lambda a, b: rounded_to(a.astype(wider) + b.astype(wider), kind)  # rounded each time, by any compiler
     step = plus(target, -params)
     return plus(step, plus(target, -plus(params, step)))
-
-
-def _idle(state: MeanState) -> MeanState:
-    """The state of a mean after a step without an exchange."""
-    every = state.about.placement.every
-    none = lambda value, x: varying(jnp.full(x.shape, value, x.dtype), every)
-    before, since = state.local.counts._replace(since=()), varying(state.local.counts.since, every)
-    counts = jax.tree.map(none, no_counts(), before)._replace(since=since)
-    return MeanState(state.local._replace(counts=counts), state.shared, state.about)

@@ -11,8 +11,9 @@ from programs import run_to
 from experiments import local
 from experiments.lib.cli import UserError
 from experiments.lib.text import read_characters
+from experiments.lib.transformer import Sizes, initial
 from experiments.local import training
-from experiments.local.methods import NAMES, Setup, parse
+from experiments.local.methods import INNERS, NAMES, Setup, parse
 from experiments.local.report import bytes_of, rounds_until, rows, seconds_of
 
 SMALL = ("--width", 16, "--heads", 2, "--layers", 1, "--length", 16, "--batch", 2, "--workers", 2, "--every", 4)
@@ -33,6 +34,53 @@ def test_methods_are_a_compressor_and_times():
     assert parse(["stream:f32"], [2])[0][2:6] == (2, 2, 1, 0.5)
     with pytest.raises(UserError, match="unknown method 'nonsense'"):
         parse(["nonsense"], [10])
+
+
+@jax.numpy_dtype_promotion("standard")  # as in a process of its own
+def test_inner_optimizers_bring_their_rates_and_moments_their_rounds():
+    setups = parse(["f32", "int2", "ddp:f32"], [10], ["adamw", "muon:0.02:1:0.5"], ["none", "3:6", "1:2:int8"])
+    assert len({setup.label for setup in setups}) == len(setups) == 2 * (3 + 3 + 1)
+    assert setups[0] == parse(["f32"], [10])[0]
+    muon = setups[4]
+    assert muon.label == "muon:0.02:1:0.5 f32 H=10 moments 3:6"
+    assert muon.rates == ("muon", 0.02, 1.0, 0.5)
+    assert muon.times()["moments"] == {"mu": 30, "nu": 60}
+    assert "moments" not in setups[3].times()
+    assert setups[5].moments == {"mu": 10, "nu": 20}
+    assert setups[5].of_moments(0.01, 7).compressor.spec.name == "block_scaled(int8)"
+    step = lambda setup: setup.outer(0.7, 0.9).update(np.float32(1), setup.outer(0.7, 0.9).init(np.float32(0)))[0]
+    assert step(muon) == pytest.approx(-1.5)  # Nesterov's first step, with its own rates
+    assert step(setups[0]) == pytest.approx(-0.7 * 1.9)
+    for wrong in ("nadam", "muon:fast", "muon:0", "muon:1:1:1", "muon:1:1:0.5:3"):
+        with pytest.raises(UserError, match=r"--inner takes OPTIMIZER\[:RATE.* with one of adamw, muon"):
+            parse(["f32"], [10], [wrong])
+    for wrong in ("3", "0:6", "3:6:nonsense", "3:6:int8:int8", "3:x"):
+        with pytest.raises(UserError, match='--moments takes "none" or MU:NU'):
+            parse(["f32"], [10], None, [wrong])
+
+
+@pytest.mark.parametrize("name", INNERS)
+@jax.numpy_dtype_promotion("standard")
+def test_inner_optimizers_step_by_their_rate(name):
+    """Updates are about as large with both, so that one grid of rates fits them."""
+    start = initial(Sizes(5, 4, 16, 2, 1), 0)
+    params = jax.tree.map(jax.numpy.asarray, start)
+    inner = INNERS[name](0.01)
+    grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(p.size), p.shape), params)
+    updates, state = inner.update(grads, inner.init(params), params)
+    sizes = [float(jax.numpy.sqrt(jax.numpy.mean(u**2))) for u in jax.tree.leaves(updates)]
+    assert min(sizes) > 0.001
+    assert max(sizes) < 0.02
+    assert len(jax.tree.leaves(state)) == {"adamw": 21, "muon": 19}[name]
+
+
+def test_codes_are_compared_with_whole_differences_of_the_same_optimizer():
+    setups = parse(["f32", "int2"], [10], ["adamw", "muon:0.02"], ["none", "3:6"])
+    known = {"seed": 0, "step": 100, "loss": 2.0, "sent_bytes": 1e7, "message_bytes": None, "route": "sum"}
+    tests = dict(zip([setup.label for setup in setups], (2.0, 2.2, 1.0, 1.1, 2.4, 2.6, 1.5, 1.6), strict=True))
+    results = [{**known, **setup._asdict(), "seconds": 0.1, "test": tests[setup.label]} for setup in setups]
+    found = [row["vs f32 same H"] for row in rows(results, 4, 100.0)]
+    assert found == ["+0.00 %", "+10.00 %", "+0.00 %", "+10.00 %", "+20.00 %", "+30.00 %", "+50.00 %", "+60.00 %"]
 
 
 def test_bytes_and_seconds_follow_the_exchanges():

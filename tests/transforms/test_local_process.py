@@ -2,14 +2,13 @@
 
 import concurrent.futures
 import functools
-import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from local_worlds import PARAMS, random_gradients, vmap_steps
+from local_worlds import PARAMS, Board, random_gradients, vmap_steps
 from variants import variants
 
 import jaxcomp as jc
@@ -25,23 +24,6 @@ ALGORITHMS = {
     "power_sgd": jc.power_sgd(2),
     "ef21": jc.ef21(jc.flat(jc.top_k(k=5))),
 }
-
-
-class Board:
-    """Where the exchange threads of n workers leave their bytes."""
-
-    def __init__(self, size):
-        self.places, self.barrier = [None] * size, threading.Barrier(size, timeout=120)
-
-    def gather(self, index):
-        def run(message):
-            self.places[index] = message
-            self.barrier.wait()
-            every = list(self.places)
-            self.barrier.wait()
-            return every
-
-        return run
 
 
 @pytest.mark.parametrize("name", variants(ALGORITHMS, {"top_k"}))
