@@ -1,5 +1,6 @@
 """Memories in fewer bits than the gradients: bfloat16, or 8 bits with a scale for each block; rounded at random."""
 
+import itertools
 import math
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
@@ -9,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.arrays import wide_like
 from jaxcomp.backend import Pieces, joined, nothing_kept, recomputes, seen_anew
-from jaxcomp.base import Algorithm, Round, answered, stepped
+from jaxcomp.base import Algorithm, Mean, Round, answered, stepped
 from jaxcomp.floats import rounded_to
 from jaxcomp.hashing import random_bits, random_uniform
 
@@ -165,16 +165,16 @@ def remembered_in(memory: str, algorithm: Algorithm, *fields: str) -> Algorithm:
             scales = each(lambda x, _: scales_of(x.reshape(-1), memory), here, after)
             anew = after
         keys = iter(jax.random.split(own, max(len(fields) * len(here.groups), 1)))
-        found = iter(jax.tree.leaves(scales))
+        found = itertools.chain(*scales.values())  # in the order of `fields`
         rounded = lambda x, _: Narrow.with_scales(x.reshape(-1), next(found), next(keys), memory)
         return out, after._replace(**each(rounded, here, anew))
 
     roles = dict(algorithm.roles) | dict.fromkeys(fields, "narrow memory")
-    return algorithm._replace(init=init, update=update, roles=roles, pieces=algorithm.pieces or True)
+    return algorithm._replace(init=init, update=update, roles=roles, pieces=True)
 
 
 def _whole(grads: Any, group: Any) -> Any:
-    return joined(grads, wide_like(group.like)) if isinstance(grads, Pieces) else grads
+    return joined(grads, group.like) if isinstance(grads, Pieces) else grads
 
 
 # ------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class _Again:
         """run(grads, state): the algorithm."""
         self.run, self.given = run, (grads, state)
         self.answers: list[Any] = []
-        self.sent: list[Any] = []  # with each answer
+        self.arrays: list[Any] = []  # of each answer: the payloads that were sent, or all of it
 
     def first(self) -> Generator[Any, Any, Any]:
         """Run of the algorithm, for `yield from`: returns what it returns."""
@@ -207,19 +207,18 @@ class _Again:
             except StopIteration as end:
                 return end.value
             reply = yield asked
-            self.answers += reply if isinstance(asked, list) else [reply]
+            for request, answer in zip(asked, reply, strict=True) if isinstance(asked, list) else [(asked, reply)]:
+                self.answers.append(answer)
+                self.arrays.append(answer.payloads if isinstance(request, Mean) else answer)
 
     def after(self, tied: Any = ()) -> Any:
         """The state after the round. tied: arrays that are computed before it is."""
-        is_sent = lambda answer: hasattr(answer, "payloads")
-        if not self.sent:
-            self.sent = [answer.payloads if is_sent(answer) else answer for answer in self.answers]
-        self.given, self.sent, _ = seen_anew((self.given, self.sent, tied))
-        noted = zip(self.answers, self.sent, strict=True)
+        self.given, self.arrays, _ = seen_anew((self.given, self.arrays, tied))
+        noted = zip(self.answers, self.arrays, strict=True)
 
-        def answer(requests: list[Any]) -> list[Any]:
-            each = [(request, *next(noted)) for request in requests]
-            return [x.again(request.message, new) if is_sent(x) else new for request, x, new in each]
+        def one(request: Any) -> Any:
+            answer, arrays = next(noted)
+            return answer.again(request.message, arrays) if isinstance(request, Mean) else arrays
 
         with nothing_kept():
-            return answered(self.run(*self.given), answer)[1]
+            return answered(self.run(*self.given), lambda requests: list(map(one, requests)))[1]

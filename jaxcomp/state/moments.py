@@ -9,7 +9,16 @@ import numpy as np
 import optax
 from jax.tree_util import GetAttrKey
 
-__all__ = ["SQUARES", "LocalMomentsState", "Moment", "Places", "joined", "moment_of", "places_of", "replaced_by"]
+__all__ = [
+    "SQUARES",
+    "LocalMomentsState",
+    "Moment",
+    "Places",
+    "moment_of",
+    "own_where_zero",
+    "places_of",
+    "replaced_by",
+]
 
 Array = jax.Array
 SQUARES = ("e_g", "e_x", "nu", "nu_max", "sum_of_squares", "v")  # of optax: means or sums of squares, never negative
@@ -105,13 +114,15 @@ def replaced_by(inner: Any, places: Places, moment: Any) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
-def joined(name: str, shared: Any, own: Any, xp: Any = jnp) -> Any:
+def own_where_zero(name: str, shared: Any, own: Any, xp: Any = jnp) -> Any:
     """The moment that a worker goes on with: the shared one, and of squares its own entry where that is zero.
 
     A mean of lossy messages may make zero of what no worker has as zero; a step divided by its root would be long.
     shared: as it is stored, in the dtype of `own`.
 
-    >>> print(joined("nu", jnp.array([0.0, 2.0]), jnp.array([1.0, 1.0])), joined("mu", jnp.zeros(1), jnp.ones(1)))
-    [1. 2.] [0.]
+    >>> print(own_where_zero("nu", jnp.array([0.0, 2.0]), jnp.array([1.0, 1.0])))
+    [1. 2.]
+    >>> print(own_where_zero("mu", jnp.zeros(1), jnp.ones(1)))
+    [0.]
     """
     return xp.where(shared > 0, shared, own) if name in SQUARES else xp.broadcast_to(shared, np.shape(own))

@@ -30,7 +30,7 @@ from jaxcomp.exchange.rearrange import (
 from jaxcomp.exchange.spread import pooled
 from jaxcomp.exchange.state import MeanState, OwnState, check_rows, is_mean, is_own, means_in
 from jaxcomp.paths import same_leaves
-from jaxcomp.state.moments import LocalMomentsState, joined, moment_of, places_of, replaced_by
+from jaxcomp.state.moments import LocalMomentsState, moment_of, own_where_zero, places_of, replaced_by
 
 __all__ = ["redistribute"]
 
@@ -129,7 +129,7 @@ def _moments(old: LocalMomentsState, new: Any, walk: Callable[[Any, Any], Any]) 
         def begun(u, rows):
             rows = np.array(on_host(rows))
             shared = np.asarray(jax.numpy.asarray(on_host(u)).astype(rows.dtype))
-            rows[known:] = joined(name, shared[None], rows[known:], np)  # noqa: B023
+            rows[known:] = own_where_zero(name, shared[None], rows[known:], np)  # noqa: B023
             return rows
 
         own = moment_of(inner, places[name], found.point)

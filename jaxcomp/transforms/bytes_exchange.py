@@ -1,5 +1,6 @@
 """The requests of an algorithm, answered at one process among several: messages cross as the bytes of `jc.wire`."""
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -203,6 +204,11 @@ class _Sent:
 
     def read_by(self, compressors: tuple[Compressor, ...]) -> tuple[Any, Any]:
         return self._mean(compressors), self._own(compressors)
+
+    def again(self, message: tuple[Any, ...], payloads: tuple[Any, ...]) -> "_Sent":
+        other = copy.copy(self)
+        other.request, other.payloads = self.request._replace(message=message), payloads
+        return other
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,15 +1,21 @@
-"""A tree in consecutive fragments of about equal size; and the steps at which each of them is exchanged."""
+"""A tree in consecutive fragments of about equal size; the steps at which each of them is exchanged, and the others."""
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.sharding import PartitionSpec
 
-__all__ = ["Timetable", "cut", "fragments_of", "replaced"]
+from jaxcomp.exchange.axes import varying
+from jaxcomp.exchange.measure import no_counts
+from jaxcomp.exchange.state import MeanState
+
+__all__ = ["Timetable", "cut", "either", "fragments_of", "idle", "replaced"]
 
 
 class Timetable(NamedTuple):
@@ -86,3 +92,17 @@ def replaced(tree: Any, numbers: tuple[int, ...], part: Any) -> Any:
     for i, leaf in zip(numbers, jax.tree.leaves(part), strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(structure, leaves)
+
+
+def either(now: Any, yes: Callable[[Any], Any], no: Callable[[Any], Any], operand: Any) -> Any:
+    """`lax.cond`, and the function itself where it is known which."""
+    return (yes if now else no)(operand) if isinstance(now, bool) else lax.cond(now, yes, no, operand)
+
+
+def idle(state: MeanState) -> MeanState:
+    """The state of a mean after a step without an exchange."""
+    every = state.about.placement.every
+    none = lambda value, x: varying(jnp.full(x.shape, value, x.dtype), every)
+    before, since = state.local.counts._replace(since=()), varying(state.local.counts.since, every)
+    counts = jax.tree.map(none, no_counts(), before)._replace(since=since)
+    return MeanState(state.local._replace(counts=counts), state.shared, state.about)

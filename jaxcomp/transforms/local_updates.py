@@ -44,8 +44,8 @@ from jaxcomp.floats import rounded_to, stored
 from jaxcomp.groups import Buckets
 from jaxcomp.state.moments import LocalMomentsState, places_of
 from jaxcomp.transforms.compressed_mean import MISSING, levels_of, means_over
-from jaxcomp.transforms.fragments import Timetable, cut, fragments_of, replaced
-from jaxcomp.transforms.moments import Moments, check_moments, either, idle, numbers_of
+from jaxcomp.transforms.fragments import Timetable, cut, either, fragments_of, idle, replaced
+from jaxcomp.transforms.moments import Moments, check_moments, numbers_of
 from jaxcomp.transforms.worker_gradients import not_zero, share_of_worker, times
 
 __all__ = ["MOMENTS", "LocalUpdatesState", "check_times", "difference_of", "local_updates", "mixed", "towards"]

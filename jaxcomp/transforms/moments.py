@@ -15,17 +15,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from jaxcomp.arrays import bounded, finite, wide_like
 from jaxcomp.compressors.checks import is_integer
 from jaxcomp.exchange.axes import Axis, varying
-from jaxcomp.exchange.measure import no_counts
-from jaxcomp.exchange.state import MeanState, is_mean
+from jaxcomp.exchange.state import is_mean
 from jaxcomp.floats import rounded_to
-from jaxcomp.state.moments import SQUARES, Moment, Places, joined, moment_of, places_of, replaced_by
+from jaxcomp.state.moments import SQUARES, Moment, Places, moment_of, own_where_zero, places_of, replaced_by
+from jaxcomp.transforms.fragments import either, idle
 
-__all__ = ["Moments", "away_from", "check_moments", "either", "idle", "moved", "numbers_of", "taken_over"]
+__all__ = ["Moments", "away_from", "check_moments", "moved", "numbers_of", "taken_over"]
 
 Array = jax.Array
 
@@ -113,18 +112,4 @@ def moved(name: str, point: Any, direction: Any) -> Any:
 
 def taken_over(name: str, point: Any, own: Any) -> Any:
     """The moment of a worker after an averaging, in its dtype."""
-    return jax.tree.map(lambda u, x: joined(name, rounded_to(u, x.dtype), finite(x)), point, own)
-
-
-def either(now: Any, yes: Callable[[Any], Any], no: Callable[[Any], Any], operand: Any) -> Any:
-    """`lax.cond`, and the function itself where it is known which."""
-    return (yes if now else no)(operand) if isinstance(now, bool) else lax.cond(now, yes, no, operand)
-
-
-def idle(state: MeanState) -> MeanState:
-    """The state of a mean after a step without an exchange."""
-    every = state.about.placement.every
-    none = lambda value, x: varying(jnp.full(x.shape, value, x.dtype), every)
-    before, since = state.local.counts._replace(since=()), varying(state.local.counts.since, every)
-    counts = jax.tree.map(none, no_counts(), before)._replace(since=since)
-    return MeanState(state.local._replace(counts=counts), state.shared, state.about)
+    return jax.tree.map(lambda u, x: own_where_zero(name, rounded_to(u, x.dtype), finite(x)), point, own)

@@ -1,6 +1,7 @@
 """Memories in bfloat16 and in 8 bits, of every method that has one."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from worlds import run_shard_map, run_vmap
 
 import jaxcomp as jc
 from jaxcomp.algorithms.narrow import BLOCK, MEMORIES, Narrow, remembered_in
+from jaxcomp.base import Algorithm, Sum
 
 AXIS = "data"
 TREE = {"b": jnp.zeros(5), "w": jnp.zeros((48, 96))}
@@ -110,6 +112,35 @@ def test_the_form_for_gpus_remembers_the_same(method, kind, seed):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert (np.abs(a - b) <= 1.001 * steps_of(a, kind)).all()
         assert np.mean(a != b) < 0.01
+
+
+class TwoFields(NamedTuple):
+    velocity: tuple
+    momentum: tuple
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("kind", NARROW)
+def test_each_field_has_scales_of_its_own(kind, platform, seed):
+    """Of two fields whose names are not in the order of the alphabet, and whose sizes are far apart."""
+
+    def init(here, like):
+        zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in like)
+        return TwoFields(zeros, zeros)
+
+    def update(here, grads, state):
+        total = yield Sum(grads)
+        return total, TwoFields(tuple(1000 * g for g in grads), tuple(grads))
+
+    inside = Algorithm(init, update, {"velocity": "memory", "momentum": "memory"}, jc.block_scaled("int4"))
+    tx, grads = mean(remembered_in(kind, inside, "velocity", "momentum")), gradients(seed, 1)
+    run = functools.partial(of_workers, "error_feedback", tx)
+    _, state = made_for("gpu", run, grads) if platform == "gpu" else run(grads)
+    large, small = ([x for x, _ in fields_of(state, [field])] for field in ("velocity", "momentum"))
+    for a, b in zip(large, small, strict=True):
+        assert np.max(np.abs(b)) > 0
+        error = np.abs(np.asarray(a, np.float64) / 1000 - np.asarray(b, np.float64))
+        assert (error <= 2.002 * steps_of(b, kind)).all()
 
 
 def test_on_gpus_a_dense_code_is_run_again_and_a_sparse_one_is_not():

@@ -65,7 +65,7 @@ def on(mesh, tree, spec=None):
     return jax.device_put(tree, NamedSharding(mesh, P() if spec is None else spec))
 
 
-def close(found, want, **options):
+def assert_close(found, want, **options):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **{"rtol": 2e-5, "atol": 1e-6, **options}), found, want)
 
 
@@ -92,15 +92,15 @@ def test_a_masked_loss_is_that_of_the_whole_batch(form, weights, parts):
             step_of(grad_fn, PARAMS, BATCH)
         return
     want = whole(weights)
-    close(step_of(grad_fn, PARAMS, BATCH)[:2], want)
+    assert_close(step_of(grad_fn, PARAMS, BATCH)[:2], want)
     if weights:
         state, axes = jc.init_state(grad_fn, PARAMS, N, "data")
         rows = jax.tree.map(lambda x: x.reshape(N, -1, *x.shape[1:]), BATCH)
         many = jax.vmap(grad_fn, in_axes=(None, axes, 0, 0, 0), out_axes=(None, None, axes), axis_name="data")
-        close(jax.jit(many)(PARAMS, state, *rows)[:2], want)
+        assert_close(jax.jit(many)(PARAMS, state, *rows)[:2], want)
         return
     alone = jc.value_and_grad(loss, DENSE, axis_name=None, micro_batches=parts, **options)
-    close(jax.jit(alone)(PARAMS, alone.init(PARAMS), *BATCH)[:2], whole())
+    assert_close(jax.jit(alone)(PARAMS, alone.init(PARAMS), *BATCH)[:2], whole())
     if form == "function":
         plain = jc.value_and_grad(lambda *a: jnp.nan_to_num(masked(*a)), DENSE, micro_batches=parts)
         assert abs(step_of(plain, PARAMS, BATCH)[0] - want[0]) > 0.1 * want[0]
@@ -116,8 +116,8 @@ def test_what_each_worker_sends():
     counts = np.array([M[cut(i)].sum() for i in range(N)])
     r = X @ W - Y
     each = [2 * np.einsum("bt,btd->d", M[cut(i)] * r[cut(i)], X[cut(i)]) for i in range(N)]
-    close(rows, N * np.stack(each) / counts.sum())
-    close(loss, whole()[0])
+    assert_close(rows, N * np.stack(each) / counts.sum())
+    assert_close(loss, whole()[0])
     assert not np.any(rows[2])
     nothing = rows_of(PARAMS, *BATCH[:2], jnp.zeros_like(BATCH[2]))
     assert not any(np.any(x) for x in jax.tree.leaves(nothing))
@@ -137,14 +137,14 @@ def test_a_weight_beside_a_sum_over_the_workers_in_the_loss(form):
 
     weight = True if form == "returned" else lambda x, y, m: m.sum()
     found = step_of(jc.value_and_grad(functools.partial(loss, "data"), DENSE, weight=weight), PARAMS, BATCH)[:2]
-    close(found, jax.value_and_grad(functools.partial(loss, None))(PARAMS, *BATCH))
+    assert_close(found, jax.value_and_grad(functools.partial(loss, None))(PARAMS, *BATCH))
 
 
 def test_mean_over_by_hand_and_with_a_mask_that_is_trained():
     """In a shard_map with types, and where what entries count depends on the parameters: d(S/W), not dS/W."""
     soft = lambda w, x, y, m: jc.mean_over((x @ w - y) ** 2, jax.nn.sigmoid(x @ w) * m, "data") + jnp.sum(w**2)
     want = jax.value_and_grad(soft)(PARAMS, *BATCH)
-    close(step_of(jc.value_and_grad(soft, DENSE), PARAMS, BATCH)[:2], want)
+    assert_close(step_of(jc.value_and_grad(soft, DENSE), PARAMS, BATCH)[:2], want)
     tx, mesh = jc.compressed_mean(DENSE, "data"), mesh_of()
     state, specs = jc.init_state(tx, PARAMS, mesh, "data")
 
@@ -153,11 +153,13 @@ def test_mean_over_by_hand_and_with_a_mask_that_is_trained():
         return jax.lax.pmean(loss, "data"), tx.update(grads, state)[0]
 
     ins = (P(), specs, P("data"), P("data"), P("data"))
-    close(jax.jit(jax.shard_map(step, mesh=mesh, in_specs=ins, out_specs=(P(), P())))(PARAMS, state, *BATCH), want)
+    assert_close(
+        jax.jit(jax.shard_map(step, mesh=mesh, in_specs=ins, out_specs=(P(), P())))(PARAMS, state, *BATCH), want
+    )
     run = jc.methods.rounds(jc.methods.descend(DENSE, 0.1), "data", weights=[1, 2, 0, 5])
     rows = jax.tree.map(lambda x: x.reshape(N, -1, *x.shape[1:]), BATCH)
     one = lambda *batch: run.point(run.step(run.init(PARAMS), lambda w: jax.grad(joint)(w, *batch))[0])
-    close(jax.vmap(one, axis_name="data", out_axes=None)(*rows), W - 0.1 * whole([1, 2, 0, 5])[1])
+    assert_close(jax.vmap(one, axis_name="data", out_axes=None)(*rows), W - 0.1 * whole([1, 2, 0, 5])[1])
     with pytest.raises(ValueError, match=r"axis must be \('data',\), that of the workers; got 'batch'"):
         step_of(jc.value_and_grad(lambda w, x: jc.mean_over(x @ w, axis="batch"), DENSE), PARAMS, BATCH[:1])
     with pytest.raises(ValueError, match=r"the mask must broadcast to the shape \(3,\) of x; got \(2,\)"):
@@ -180,13 +182,13 @@ def test_weights_in_sixteen_bits_and_with_a_dynamic_scale():
     loss, options = FORMS["function"]
     grad_fn = jc.value_and_grad(loss, DENSE, loss_scale=jc.DynamicScale(), **options)
     found, grads, state = step_of(grad_fn, PARAMS, BATCH)
-    close((found, grads), whole())
+    assert_close((found, grads), whole())
     assert bool(state.loss_scale.finite)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (PARAMS, *BATCH[:2]))
     grad_fn = jc.value_and_grad(loss, DENSE, micro_batches=2, **options)
     _, grads, _ = step_of(grad_fn, half[0], (*half[1:], BATCH[2]))
     assert grads.dtype == jnp.bfloat16
-    close(grads.astype(jnp.float32), whole()[1], rtol=0.05, atol=0.05)
+    assert_close(grads.astype(jnp.float32), whole()[1], rtol=0.05, atol=0.05)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -219,10 +221,10 @@ def test_local_steps_count_tokens(every):
     for t in range(4):
         batch = on(mesh, jax.tree.map(lambda x: jnp.roll(x, 3 * t, 0), BATCH), P("data"))  # noqa: B023
         losses, own, state = step(own, state, *batch)
-    close(state.point, local_oracle(every, 4), rtol=1e-4)
+    assert_close(state.point, local_oracle(every, 4), rtol=1e-4)
     assert (losses.shape, step._cache_size()) == ((N,), 1)
     if every == 1:
-        close(local_oracle(1, 1), W - 0.1 * whole()[1])
+        assert_close(local_oracle(1, 1), W - 0.1 * whole()[1])
     else:
         rows = [row for row in jc.ledger(step, own, state, *batch).rows if row.sent_bytes]
         assert all(row.branch for row in rows)
@@ -252,7 +254,7 @@ def test_local_updates_with_fragments_that_are_on_their_way():
             own, state = step(own, state, g, w if weighted == "unequal" else jnp.ones(N))
         return state.point
 
-    close(run(make(weighted=True), "equal"), run(make(), False))
+    assert_close(run(make(weighted=True), "equal"), run(make(), False))
     found = run(make(weighted=True), "unequal")
     theta, own, since = np.zeros(7), np.zeros((N, 7)), np.zeros((2, N))
     parts, waiting, taken = (slice(0, 3), slice(3, 7)), np.zeros((N, 7)), np.zeros((2, N))
@@ -267,7 +269,7 @@ def test_local_updates_with_fragments_that_are_on_their_way():
                 base = theta[part]
                 waiting[:, part], taken[p], since[p] = base - (own - grads[t - 1])[:, part], since[p], 0
         own = after
-    close(np.concatenate([found["a"], found["b"]]), theta, rtol=1e-4, atol=1e-5)
+    assert_close(np.concatenate([found["a"], found["b"]]), theta, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="with weighted=True update needs weight=, a number"):
         run(make(weighted=True), False)
     with pytest.raises(ValueError, match="weighted goes with one axis"):
@@ -356,14 +358,14 @@ def test_what_is_batch_is_not_guessed():
         grad_fn(PARAMS, state, *cut, lies)
     want = jax.value_and_grad(loss)(PARAMS, *BATCH[:2], lies)
     said = jc.value_and_grad(loss, DENSE, mesh, batch=(0, 1))
-    close(said(PARAMS, state, *cut, lies)[:2], want)
+    assert_close(said(PARAMS, state, *cut, lies)[:2], want)
     by_name = jc.value_and_grad(loss, DENSE, mesh, batch=("x", "y"), micro_batches=2)
-    close(by_name(PARAMS, state, x=cut[0], y=cut[1], c=lies)[:2], want)
-    close(grad_fn(PARAMS, state, *cut, c=lies)[:2], want)
+    assert_close(by_name(PARAMS, state, x=cut[0], y=cut[1], c=lies)[:2], want)
+    assert_close(grad_fn(PARAMS, state, *cut, c=lies)[:2], want)
     with refused(r"no argument of the loss is cut, so each of the 4 workers would compute the same.*batch=\("):
         grad_fn(PARAMS, state, x=cut[0], y=cut[1], c=lies)
     none = jc.value_and_grad(loss, DENSE, mesh, batch=())
-    close(none(PARAMS, state, x=cut[0], y=cut[1], c=lies)[:2], want)
+    assert_close(none(PARAMS, state, x=cut[0], y=cut[1], c=lies)[:2], want)
     with refused(r"micro_batches cuts them along their leading axis; got lengths \[16, 8\]"):
         jax.eval_shape(
             jc.value_and_grad(loss, DENSE, axis_name=None, micro_batches=2), PARAMS, state, *BATCH[:2], table
@@ -388,7 +390,7 @@ def test_an_explicit_mesh_says_what_is_batch_inside_of_jit():
         state = grad_fn.init(params)
         with pytest.raises(ValueError, match=r"batch\[1\] lies whole"):
             jax.jit(grad_fn)(params, state, x, c)
-        close(jax.jit(grad_fn)(params, state, x, c=c)[0], loss(PARAMS, BATCH[0][:, 0], c))
+        assert_close(jax.jit(grad_fn)(params, state, x, c=c)[0], loss(PARAMS, BATCH[0][:, 0], c))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -418,8 +420,8 @@ def test_auxiliary_values_of_each_kind_by_path():
             loss, DENSE, has_aux=True, aux=aux, micro_batches=parts, weight=lambda x, y, m, **_: m.sum()
         )
         (value, found), *_ = step_of(grad_fn, PARAMS, BATCH, count=jnp.int32(2**30), seen=jnp.bool_(True))
-        close(value, whole()[0])
-        close(found, want)
+        assert_close(value, whole()[0])
+        assert_close(found, want)
         assert (found["count"].dtype, found["seen"].dtype) == (jnp.int32, jnp.bool_)
 
 
@@ -434,7 +436,7 @@ def test_values_of_each_example_have_no_mean():
         step_of(jc.value_and_grad(flat, DENSE, has_aux=True, micro_batches=2), PARAMS, BATCH[:2])
     four = lambda w, x, y: (out(w, x, y), jnp.stack([jnp.mean(x)] * 4))  # each worker has four examples
     (_, found), *_ = step_of(jc.value_and_grad(four, DENSE, has_aux=True), PARAMS, BATCH[:2])
-    close(found, np.full(4, X.mean()))
+    assert_close(found, np.full(4, X.mean()))
     counts = lambda w, x, y: (out(w, x, y), jnp.int32(3))
     with pytest.raises(ValueError, match='"equal" if they are the same on all workers'):
         step_of(jc.value_and_grad(counts, DENSE, has_aux=True), PARAMS, BATCH[:2])
@@ -463,7 +465,7 @@ def test_keywords_that_are_no_arrays_and_keys():
     mesh, grad_fn = mesh_of(), jc.value_and_grad(loss, DENSE, mesh_of(), has_aux=True, aux="each")
     state, batch = grad_fn.init(PARAMS), on(mesh, BATCH[:2], P("data"))
     (value, _), *_ = grad_fn(PARAMS, state, *batch, train=True, reduce="mean", depth=2)
-    close(value, np.mean((X @ W - Y) ** 2))
+    assert_close(value, np.mean((X @ W - Y) ** 2))
     (_, draws), *_ = grad_fn(PARAMS, state, *batch, train=True, reduce="mean", key=jax.random.key(0))
     assert len(set(np.asarray(draws).tolist())) == N
     same = jc.value_and_grad(loss, DENSE, mesh, has_aux=True, aux="each", keys=())
@@ -549,7 +551,7 @@ def test_a_model_with_leaves_that_are_no_arrays():
     grad_fn = jc.value_and_grad(loss, DENSE, mesh_of(), wrt=is_inexact)
     value, grads, _ = grad_fn(model, grad_fn.init(model), *BATCH[:2])
     want = jax.value_and_grad(lambda w: loss(Whole(w, 3, jnp.tanh, ""), *BATCH[:2]))(PARAMS)
-    close((value, grads.weights), want)
+    assert_close((value, grads.weights), want)
     assert (grads.steps, grads.activation, grads.name) == (None, None, "net")
     with pytest.raises(TypeError, match=r"parameters must be arrays; got .* wrt=eqx\.is_inexact_array"):
         jc.value_and_grad(loss, DENSE, mesh_of()).init(model)
@@ -607,7 +609,7 @@ def test_a_gpt_with_a_masked_loss(way):
     count = lambda tokens, kept: kept.sum()
     for parts in (1, 2):
         grad_fn = jc.value_and_grad(gpt, DENSE, weight=count, micro_batches=parts)
-        close(jax.jit(grad_fn)(params, grad_fn.init(params), *batch)[:2], gpt_whole())
+        assert_close(jax.jit(grad_fn)(params, grad_fn.init(params), *batch)[:2], gpt_whole())
     if way == "fsdp":
         return  # parameters that differ between workers are not cut over them
     loss = lambda params, *batch: (gpt(params, *batch), count(*batch))
@@ -616,5 +618,5 @@ def test_a_gpt_with_a_masked_loss(way):
     )
     own, state = step.init(params)
     (losses, counts), _, state = jax.jit(step)(own, state, *batch)
-    close(np.sum(losses * counts) / np.sum(counts), gpt_whole()[0])
-    close(state.point, jax.tree.map(lambda x, g: x - 0.1 * g, GPT, gpt_whole()[1]))
+    assert_close(np.sum(losses * counts) / np.sum(counts), gpt_whole()[0])
+    assert_close(state.point, jax.tree.map(lambda x, g: x - 0.1 * g, GPT, gpt_whole()[1]))
