@@ -126,8 +126,15 @@ def placed_on(name: str, link: Link | Mapping[str, Link], axes: Sequence[str], w
     >>> placed_on("mean", few, ("dcn",), 4).along, placed_on("mean", few, ("data",), 32).along
     (('dcn',), ('ici', 'dcn'))
     """
-    if not isinstance(link, Mapping) or workers == 1:
+    if workers == 1:
         return link if isinstance(link, Link) else DEFAULT
+    if isinstance(link, Link):
+        if link.width not in (None, workers):
+            raise ValueError(
+                f"{name}: link must have as its width the {workers} workers along {', '.join(axes)}, or None; got "
+                f"{link}. Links of several levels are given by name, say {{'ici': a, 'dcn': b}}"
+            )
+        return link
     along = tuple(key for key in link if key in axes)
     along = along if len(along) == len(axes) else tuple(link)
     try:

@@ -138,6 +138,9 @@ def test_a_ring_on_levels_goes_at_the_pace_of_the_slowest():
 
 
 def test_widths_are_those_of_the_workers():
+    assert placed_on("test", Link(width=4), ("net",), 4).width == 4
+    with pytest.raises(ValueError, match="test: link must have as its width the 6 workers along data, or None"):
+        placed_on("test", Link(width=4), ("data",), 6)
     open_ended = HOSTS | {"net": Link(2e-5, 12.5e9)}
     assert placed_on("test", open_ended, ("data",), 16).levels["net"].width == 2
     assert placed_on("test", open_ended, ("net",), 4).levels["net"].width == 4
