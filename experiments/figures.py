@@ -254,7 +254,7 @@ def code_at(path: Path) -> str:
 
 
 def code_in(source: str) -> str:
-    """What a program does, without comments, docstrings and the way it is laid out, the same by each version of Python.
+    """What a program does, without comments, docstrings and the way it is laid out, the same in each version of Python.
 
     >>> code_in("x = 1  # one") == code_in("'Numbers.'\\nx = (1)"), code_in("x = 1") == code_in("x = 2")
     (True, False)
@@ -269,7 +269,7 @@ def code_in(source: str) -> str:
 
 
 def _written(node: object) -> str:
-    """A syntax tree; fields that are empty, which some versions do not have, are left out, and so are quotes."""
+    """A syntax tree as text. Empty fields are left out, since some versions of Python do not have them."""
     if isinstance(node, list):
         return f"[{', '.join(map(_written, node))}]"
     if not isinstance(node, ast.AST):

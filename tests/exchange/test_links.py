@@ -2,10 +2,12 @@
 
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracles_dagc import skewed_volumes
 
+import jaxcomp as jc
 from jaxcomp.allocate import counts, ratios
 from jaxcomp.exchange.agreement import warn_of_order
 from jaxcomp.exchange.axes import Placement
@@ -157,3 +159,10 @@ def test_widths_are_those_of_the_workers():
     assert slowest(placed_on("test", with_one, ("data",), 8)) == Link(1e-3, 1e6)
     with pytest.raises(ValueError, match="test: link must have widths whose product is the 8 workers; it is 4"):
         placed_on("test", HOSTS, ("net",), 8)
+
+
+@pytest.mark.parametrize("workers", [3, 4])
+def test_a_route_is_not_chosen_by_a_link_of_other_workers(workers):
+    tx = jc.compressed_mean(jc.direct(jc.dithering(7)), "data", link=Link(width=5))
+    with pytest.raises(ValueError, match=f"compressed_mean: link must have as its width the {workers} workers"):
+        jc.init_state(tx, jnp.zeros(8), workers, "data")
