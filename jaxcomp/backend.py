@@ -384,8 +384,10 @@ def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Seque
 
     A loop that decodes a slice reads what it needs of the messages. To each they are handed on by a barrier with its
     number, or XLA would decode them once, into a vector, and copy the slices out of it. These barriers become one after
-    a while, so that a loop may write several leaves; in `nothing_kept` each stands behind the one before, and stays.
+    a while, so that a loop may write several leaves. Of few leaves XLA would again make a vector of all, so that each
+    barrier stands behind the one before, and stays, as it does in `nothing_kept`.
     """
+    apart = len(sizes) <= MOST_OPERANDS or not _kept.get()
     large = {i for i in np.argsort(sizes, kind="stable")[::-1][:SEGMENTS].tolist() if sizes[i] >= LONG}
     starts, leaves, first = backend_cpu.starts_of(sizes), [], 0
     for i in range(len(sizes)):
@@ -393,7 +395,7 @@ def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Seque
             continue
         own, start = sizes[first : i + 1], starts[first]
         seen, _ = seen_anew((messages, jnp.int32(i)))
-        messages = messages if _kept.get() else seen
+        messages = seen if apart else messages
         leaves += cut_apart(lax.slice_in_dim(decode(seen), start, start + sum(own)), own)
         first = i + 1
     return Pieces(tuple(leaves))

@@ -91,10 +91,10 @@ def test_a_narrow_memory_is_narrow_on_a_tpu(kind, most):
 
 def test_memories_in_8_bits_make_the_peak_of_a_step_smaller_on_a_gpu():
     """In f32 the message lies in the place of the memory; with 8 bits it was an array more, and with loco two."""
-    like, int4 = gpt_like(4, 1024), jc.block_scaled("int4")
+    like, int4 = gpt_like(2, 1024), jc.block_scaled("int4")  # few leaves: decoded as one, they held 1.4 gradients more
     peak = lambda algorithm: step_on("h100", algorithm, like).peak / num_entries(like)
     narrow = peak(jc.loco(int4, memory="int8")), peak(jc.error_feedback(int4, memory="int8"))
-    assert max(narrow) < 13.2 < peak(jc.error_feedback(int4))
+    assert max(narrow) < 13.2 < peak(jc.error_feedback(int4)) < 14.2
 
 
 def step_on(target, algorithm, like):
