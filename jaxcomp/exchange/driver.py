@@ -124,6 +124,7 @@ class Exchange(NamedTuple):
         """The state for gradients like `tree`; or, if it starts there, of a method with this point."""
         place = self.placement.workers
         workers = axis_size(place) if is_bound(place) else local_rows(place)
+        self._levels(workers)  # refuses links of another number of workers
         run = self._taken(tree, workers)
         groups = run._groups(workers, tree)
         warn_if_dense(self.name, groups)

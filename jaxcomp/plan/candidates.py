@@ -291,7 +291,7 @@ def bucket_shares(candidate: Candidate, like: Any) -> list[float]:
     if isinstance(candidate.algorithm, Mapping) or not candidate.bucket_bytes:
         return [1.0]
     sizes: dict[int, float] = {}
-    for group in (group for group in _about(candidate, like, 2).groups.groups if not group.small):
+    for group in (group for group in _about(candidate._replace(link=None), like, 2).groups.groups if not group.small):
         sizes[group.bucket] = sizes.get(group.bucket, 0.0) + math.prod(group.shape)
     total = sum(sizes.values())
     return [sizes[number] / total for number in sorted(sizes)] if total else [1.0]
@@ -362,7 +362,8 @@ def error_bound(candidate: Candidate, like: Any, workers: int) -> ErrorBound:
         ]
         if len(outer) != 1:
             return ErrorBound(None, False, False, "no bound is known")
-        return error_bound(candidate._replace(algorithm=outer[0]), like, 2)  # of the mean of a group, which is exact
+        of_exact_means = candidate._replace(algorithm=outer[0], link=None)
+        return error_bound(of_exact_means, like, 2)
     memory = any("memory" in str(role) for role in candidate.algorithm.roles.values())
     late = f"; gradients are of points up to {candidate.every - 1} steps apart" if candidate.every > 1 else ""
     compressor = getattr(candidate.algorithm, "compressor", None)

@@ -161,8 +161,9 @@ def test_widths_are_those_of_the_workers():
         placed_on("test", HOSTS, ("net",), 8)
 
 
-@pytest.mark.parametrize("workers", [3, 4])
-def test_a_route_is_not_chosen_by_a_link_of_other_workers(workers):
-    tx = jc.compressed_mean(jc.direct(jc.dithering(7)), "data", link=Link(width=5))
+@pytest.mark.parametrize("via", ["auto", "gather", "two_shot"])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_no_state_is_made_for_a_link_of_other_workers(via, workers):
+    tx = jc.compressed_mean(jc.direct(jc.dithering(7)), "data", via=via, link=Link(width=5))
     with pytest.raises(ValueError, match=f"compressed_mean: link must have as its width the {workers} workers"):
         jc.init_state(tx, jnp.zeros(8), workers, "data")
