@@ -479,6 +479,8 @@ def fold_in_one_pass(
     apart: a pass for each message, one after the other: its codes are an array, and only one such is held at a time.
     """
     count = jax.tree.leaves(messages)[0].shape[0]
+    if platform() == "gpu" and is_shapes(total) and count > 1:
+        return _summed(add, total, messages)
     if not least <= count <= ONE_PASS:
         return fold(add, total, messages)
     add, messages = _in_slices(add, messages)
@@ -494,6 +496,14 @@ def fold_in_one_pass(
         return add_all(total, messages)
     # Each user of the total would else decode all messages for itself.
     return backend_cpu.added_once(add_all, total, messages)
+
+
+def _summed(add: Callable[[Tree, Tree], Tree], like: Tree, messages: Tree) -> Tree:
+    """The sum of all messages in one pass: a reduction, which XLA for GPUs compiles in half of the time of a sum that
+    is written out. It adds them in their order; from 32 of them on, in an order of its own."""
+    zeros = zeros_if_shape(like, messages)
+    each = jax.vmap(lambda message: add(zeros, message))(messages)
+    return jax.tree.map(lambda a: lax.reduce(a, jnp.zeros((), a.dtype), lax.add, (0,)), each)
 
 
 def _in_slices(add: Callable[[Tree, Tree], Tree], messages: Tree) -> tuple[Callable[[Tree, Tree], Tree], Tree]:

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.backend import computed_once, lanes, materialized, of_columns, to_columns
-from jaxcomp.hashing import halves, halves_in_lanes
+from jaxcomp.backend import computed_once, form, lanes, materialized, of_columns, to_columns
+from jaxcomp.hashing import halves, halves_in_lanes, halves_in_pairs
 
 __all__ = ["Lanes", "Places", "num_words", "pack", "places_of", "tile_of", "unpack", "width_for"]
 
@@ -150,14 +150,60 @@ class Places(NamedTuple):
 
     def pack(self, codes: list[Array]) -> Array:
         """uint32[q, w, 32], those that `packing.pack` makes of the vector, from the codes of each slice."""
-        words = codes[0]
-        for i, code in enumerate(codes[1:], 1):
-            words = words | (code << U32(i * self.width))
-        return words
+        return _side_by_side(codes, self.width)
+
+    def each(self, code: Callable[..., Array], *numbers: Array) -> list[Array]:
+        """code(*numbers) of each slice."""
+        return [code(*slices) for slices in zip(*map(self.slices, numbers), strict=True)]
 
     def halves(self, key: Array) -> list[Array]:
         """Random numbers of each slice (`hashing.halves`)."""
         return halves(key, self.shape, self.count)
+
+
+class Pairs(Places):
+    """The same places as a GPU works on them: two slices, [q, w, 16 / w, 32], of what stands at even and at odd places
+    of the words. These are half as many operations, whose fusion is most of what XLA for GPUs does to compile a step.
+    """
+
+    __slots__ = ()
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of a slice."""
+        return self.tiles, self.width, self.count // 2, TILE
+
+    def slices(self, each: Array) -> list[Array]:
+        """Both slices of a number for each entry, each 32 entries, or all."""
+        return self._even_and_odd(self.spread(each))
+
+    def unpack(self, words: Array) -> Array:
+        """The same. Shifts come from the number of each entry: an array of them alone would be read by all leaves, and
+        XLA would join their loops for it, in one that no registers hold.
+        """
+        number = lax.iota(U32, 1024 * self.tiles).reshape(self.whole)
+        codes = words.reshape(self.tiles, self.width, 1, TILE) >> (number // TILE % self.count * U32(self.width))
+        return codes & U32((1 << self.width) - 1)
+
+    def pack(self, codes: list[Array]) -> Array:
+        """The same, from the codes of both slices: a sum of pairs, in which XLA computes each once."""
+        pairs = _side_by_side(codes, self.width)
+        shifts = lax.broadcasted_iota(U32, self.shape, 2) * U32(2 * self.width)
+        return jnp.sum(pairs << shifts, axis=2, dtype=U32)
+
+    def each(self, code: Callable[..., Array], *numbers: Array) -> list[Array]:
+        """The same: slices of code(*numbers) of all."""
+        return self._even_and_odd(code(*map(self.spread, numbers)))
+
+    def halves(self, key: Array) -> list[Array]:
+        """The random numbers of `Places.halves`, of each slice."""
+        return halves_in_pairs(key, self.shape)
+
+    def _even_and_odd(self, each: Array) -> list[Array]:
+        if each.shape[2] == 1:
+            return [each, each]
+        both = each.reshape(*self.shape[:3], 2, each.shape[3])
+        return [both[:, :, :, 0], both[:, :, :, 1]]
 
 
 class Lanes(NamedTuple):
@@ -183,6 +229,10 @@ class Lanes(NamedTuple):
         """The same, once."""
         return [each]
 
+    def each(self, code: Callable[..., Array], *numbers: Array) -> list[Array]:
+        """code(*numbers), once."""
+        return [code(*numbers)]
+
     def unpack(self, words: Array) -> Array:
         """uint32[n], `packing.unpack` of words [w, G]."""
         return unpack(words, self.size)
@@ -196,6 +246,14 @@ class Lanes(NamedTuple):
         return [halves_in_lanes(key, self.size, self.width, lanes())]
 
 
+def _side_by_side(codes: list[Array], width: int) -> Array:
+    """Words of so many codes of w bits, each array at the next w bits."""
+    words = codes[0]
+    for i, code in enumerate(codes[1:], 1):
+        words = words | (code << U32(i * width))
+    return words
+
+
 def places_of(size: int, width: int) -> Places | Lanes | None:
     """None where entries cannot be worked on in the order of words: a number that 1024 does not divide, say.
 
@@ -206,7 +264,9 @@ def places_of(size: int, width: int) -> Places | Lanes | None:
     """
     if not size or size % 1024 or 32 % width:
         return None
-    return Lanes(width, size) if _in_lanes(TILE, width) else Places(width, size // 1024)
+    if _in_lanes(TILE, width):
+        return Lanes(width, size)
+    return form(Places, Places, Pairs if width < 32 else None)(width, size // 1024)
 
 
 def unpack(words: Array, size: int) -> Array:

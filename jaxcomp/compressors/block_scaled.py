@@ -172,7 +172,8 @@ def block_scaled(
 
 def _compressor(elements: Elements, rule: Scale, layout: Any, stochastic: bool, spec: Spec) -> Compressor:
     def code(x: Array, scale: Array, noise: Array | None = None) -> Array:
-        return elements.encode(rule.divided(_within(x), scale), noise)
+        y = rule.divided(_within(x), scale)  # f32
+        return elements.encode(y, None if noise is None else noise.astype(y.dtype))
 
     def value(codes: Array, scale: Array) -> Array:
         # Exact: then no compiler can change the sum of decoded messages by contracting product and addition into one

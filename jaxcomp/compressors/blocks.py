@@ -116,7 +116,7 @@ def coded(
         return pack(code(x, *map(cut.spread, each), *noise(key)), width)
 
     def words_of(words, *args):
-        return places.pack([code(*slices) for slices in zip(*map(places.slices, [*args, *noise(words)]), strict=True)])
+        return places.pack(places.each(code, *args, *noise(words)))
 
     words = () if key is None else key_data(key)
     return computed_once(words_of, words, x, *map(places.of_blocks(cut), each)).reshape(width, -1)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.arrays import bounded, finite, key_data, one_row, reshaped, row_of, weighted, wide
-from jaxcomp.backend import add_each, computed_once, fold_in_one_pass, form
+from jaxcomp.backend import add_each, computed_once, fold_in_one_pass
 from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.checks import check_like, contraction, is_whole
@@ -235,13 +235,7 @@ def _few_words(places: Places | Lanes, most: int, x: Array, inverses: tuple[Arra
         position = jnp.minimum(jnp.abs(finite(x)) * inverse, jnp.float32(most)) + jnp.float32(128)
         return lax.bitcast_convert_type(position, jnp.uint32) - jnp.uint32(0x43000000) | negative << (15 + width)
 
-    def of_all() -> list[Array]:
-        return places.slices(level_of(places.spread(x), places.spread(inverse)).reshape(-1))
-
-    def of_slices() -> list[Array]:  # a loop over them reads neighbours
-        return list(map(level_of, places.slices(x), places.slices(inverse)))
-
-    pairs = zip(form(of_all, of_slices)(), places.halves(key), strict=True)
+    pairs = zip(places.each(level_of, x, inverse), places.halves(key), strict=True)
     words = places.pack([part + half >> 16 for part, half in pairs])
     last = jnp.uint32(sum(1 << i for i in range(0, 32, width)))  # the lowest bit of each place
     signs = words >> (width - 1) & last

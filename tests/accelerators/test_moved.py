@@ -4,13 +4,16 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
 from experiments.bench.text import TURNS, cases, row_of
 from experiments.bench.trees import gpt_like, num_entries
+from experiments.lib.kernels import counted
 from experiments.lib.targets import compiled, described, lacks, mesh_on, shapes_on, state_on
+from jaxcomp.base import State, accumulate
 from jaxcomp.hlo import called, contents_of
 from jaxcomp.program import Module
 
@@ -40,6 +43,21 @@ def test_a_codec_moves_few_copies(name):
     assert row["copies"] <= copies, row["largest"]
     assert row["kernels"] <= kernels
     assert row["waits"] <= waits
+
+
+@pytest.mark.parametrize("compressor", [jc.block_scaled("int4"), jc.dithering(7)], ids=["int4", "dithering"])
+def test_many_messages_are_added_in_one_pass_on_a_gpu(compressor):
+    """64 of 4 bits an entry: 4 copies to read them, half of one to write their sum; a pass for each took 72."""
+    if package := lacks("h100"):
+        pytest.skip(f"compiling for an H100 needs the package {package}")
+    like = jax.ShapeDtypeStruct((2**22,), jnp.float32)
+    mesh = mesh_on([described("h100")[0]], {"data": 1})
+    payload = lambda key: compressor.compress(key, jnp.zeros(like.shape), State())[0]
+    messages = jax.eval_shape(jax.vmap(payload), jax.random.split(jax.random.key(0), 64))
+    add = lambda messages: accumulate(compressor, like, messages, None, None)
+    mapped = jax.shard_map(add, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    program = compiled(jax.jit(mapped), *shapes_on(mesh, (messages,)))
+    assert counted(program.text, 0).bytes / (8 * like.size) < 5
 
 
 # Temporary memory of a TPU v5e, in vectors of 2^24 entries. An axis of 32 is padded to 128 lanes there: int4 held 6 and

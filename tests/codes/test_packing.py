@@ -123,9 +123,10 @@ SELECTED = {
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize("target", ["gpu", "tpu"])
 @pytest.mark.parametrize("name", CODED | SELECTED)
 @pytest.mark.parametrize("size", [5000, 33 * 1024])
-def test_a_payload_of_a_tpu_is_that_of_a_cpu(name, size, seed):
+def test_a_payload_of_an_accelerator_is_that_of_a_cpu(name, size, target, seed):
     """Bit for bit, with the same draws; and so is what it decodes to, alone and added up."""
     compressor = (CODED | SELECTED)[name]
     x = np.random.default_rng([seed, size]).standard_normal(size).astype(np.float32)
@@ -139,10 +140,10 @@ def test_a_payload_of_a_tpu_is_that_of_a_cpu(name, size, seed):
         )
         return payload, compressor.decompress(payload, state.shared, x), jc.backend.made(added)
 
-    of_cpu, of_tpu = jax.jit(both)(x), made_for("tpu", both, x)
-    for a, b in zip(jax.tree.leaves(of_cpu[:2]), jax.tree.leaves(of_tpu[:2]), strict=True):
+    of_cpu, other = jax.jit(both)(x), made_for(target, both, x)
+    for a, b in zip(jax.tree.leaves(of_cpu[:2]), jax.tree.leaves(other[:2]), strict=True):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
-    np.testing.assert_array_equal(of_cpu[2], of_tpu[2])  # but for signs of zeros: 0 + x is compiled as x
+    np.testing.assert_array_equal(of_cpu[2], other[2])  # but for signs of zeros: 0 + x is compiled as x
 
 
 @pytest.mark.sampled
