@@ -60,6 +60,9 @@ TPU_LANES = 128
 # the padding crosses the network between slices, too. Entries of 8 bits that share a word lie in four different rows:
 # [n, m] of them has four rows in the place of one.
 TPU_SUBLANES = 8
+# So many entries are gathered in rows of lanes that fill tiles: XLA would lay a long vector out in such rows to read
+# it, in memory of its own. A shorter one of 32 bits crosses as a vector, with less padding.
+IN_ROWS = 2**20
 
 
 def gather(x: Array, axis: Axis) -> Array:
@@ -68,11 +71,11 @@ def gather(x: Array, axis: Axis) -> Array:
     Under `shard_map(check_vma=True)` only the form `to="invarying"` yields a value that the out
     spec P() accepts; under vmap and pmap that form is refused, and the plain one is typed so.
     """
-    size, lead, unit = x.shape[-1], x.shape[:-1], _gathered_unit(x.dtype.itemsize)
-    extra = -size % unit
+    size, lead, width = x.shape[-1], x.shape[:-1], x.dtype.itemsize
+    extra = gathered_size(size, width) - size
     if extra:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, extra)])
-    if unit >= TPU_LANES and size:
+    if platform() == "tpu" and size and (width < 4 or size >= IN_ROWS):
         x = x.reshape(*lead, -1, TPU_LANES)
     if set(axis_names(axis)) <= set(varying_axes(x)):
         rows = lax.all_gather(x, axis, to="invarying")
@@ -84,17 +87,18 @@ def gather(x: Array, axis: Axis) -> Array:
 
 def gathered_size(size: int, width: int) -> int:
     """How many entries cross in `gather` of so many, of `width` bytes each."""
-    return size + -size % _gathered_unit(width)
+    rows = TPU_SUBLANES if platform() == "tpu" and size >= IN_ROWS else 1
+    return size + -size % (rows * _lanes_of(width))
 
 
-def _gathered_unit(width: int) -> int:
-    """Returns a divisor of the number of entries, of so many bytes each, that cross in `gather`."""
+def _lanes_of(width: int) -> int:
+    """Entries of so many bytes in a row of a TPU's lanes; 1 elsewhere."""
     return TPU_LANES * max(1, 4 // width) if platform() == "tpu" else 1
 
 
 def exchanged_size(size: int, width: int) -> int:
     """How many entries of a row of so many, of `width` bytes each, cross in `all_to_all_rows`."""
-    return gathered_size(size, width) if width < 4 else size
+    return size + -size % _lanes_of(width) if width < 4 else size
 
 
 def summed_size(arrays: Sequence[Any]) -> int:

@@ -1,4 +1,4 @@
-"""The planner's bytes, by axis, are those that the compiler of GPUs makes of a hierarchy and of one host of eight."""
+"""The planner's bytes, by axis, are those of the compiled program: of hierarchies, hosts, slices, a GPT on pods."""
 
 import math
 
@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
+from experiments import pods
 from experiments.lib import targets
 from jaxcomp.exchange.links import KINDS
 from jaxcomp.plan.candidates import Candidate, collectives_of
@@ -36,3 +37,25 @@ def test_bytes_of_each_axis_are_those_of_the_compiled_program(target, sizes, alg
         workers = math.prod(sizes[name] for name in one.axis.split(","))
         planned[tuple(one.axis.split(","))] += one.times * KINDS[one.kind].sent(one.operand_bytes, workers)
     assert program.ledger.by_axes(mesh) == pytest.approx(planned)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("2xv5e:2x2", "sidco(0.001) + error feedback"),
+        ("v5e:2x2", "f32"),
+        ("4xh100", "bf16"),
+        ("h100", "int4 + error feedback"),
+        ("2xh100", "f32 inside, int4 + error feedback"),
+    ],
+)
+def test_the_planner_counts_what_a_gpt_on_pods_sends(text, name):
+    each = pods.pods_of(text)
+    if package := targets.lacks(each.target):
+        pytest.skip(f"compiling for {each.target} needs the package {package}")
+    row = pods.tried(each, pods.Size(2, 256, 1024, 128), name)
+    assert "error" not in row
+    assert (row["planned"], row["planned_ici"]) == (row["dcn"], row["ici"])
+    assert bool(row["ici"]) == ("inside" in name)
+    assert row["unknown"] == 0
+    assert row["fits"]
