@@ -172,7 +172,7 @@ _kept = contextvars.ContextVar("kept", default=True)
 
 @contextlib.contextmanager
 def nothing_kept() -> Iterator[None]:
-    """In here each reader computes again what `in_place` or `made_in_pieces` would keep for several."""
+    """In here each reader computes again what `in_place` would keep for several."""
     before = _kept.set(False)
     try:
         yield
@@ -382,21 +382,18 @@ def is_apart(size: int, sizes: Sequence[int]) -> bool:
 def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Sequence[int]) -> Pieces:
     """`Pieces` of these sizes of decode(messages), each of the largest by itself, and what lies between them together.
 
-    A loop that decodes a slice reads what it needs of the messages. To each they are handed on by a barrier with its
-    number, or XLA would decode them once, into a vector, and copy the slices out of it. These barriers become one after
-    a while, so that a loop may write several leaves. Of few leaves XLA would again make a vector of all, so that each
-    barrier stands behind the one before, and stays, as it does in `nothing_kept`.
+    A loop that decodes a slice reads what it needs of the messages. To each they are handed on by a barrier behind the
+    one before, or XLA would decode them once, into a vector, and copy the slices out of it, or write several long
+    leaves in one loop, which takes long to compile and does not fit into registers.
     """
-    apart = len(sizes) <= MOST_OPERANDS or not _kept.get()
     large = {i for i in np.argsort(sizes, kind="stable")[::-1][:SEGMENTS].tolist() if sizes[i] >= LONG}
     starts, leaves, first = backend_cpu.starts_of(sizes), [], 0
     for i in range(len(sizes)):
         if i + 1 < len(sizes) and i not in large and i + 1 not in large:
             continue
         own, start = sizes[first : i + 1], starts[first]
-        seen, _ = seen_anew((messages, jnp.int32(i)))
-        messages = seen if apart else messages
-        leaves += cut_apart(lax.slice_in_dim(decode(seen), start, start + sum(own)), own)
+        messages = seen_anew(messages)
+        leaves += cut_apart(lax.slice_in_dim(decode(messages), start, start + sum(own)), own)
         first = i + 1
     return Pieces(tuple(leaves))
 
