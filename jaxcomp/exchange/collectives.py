@@ -72,10 +72,11 @@ def gather(x: Array, axis: Axis) -> Array:
     spec P() accepts; under vmap and pmap that form is refused, and the plain one is typed so.
     """
     size, lead, width = x.shape[-1], x.shape[:-1], x.dtype.itemsize
-    extra = gathered_size(size, width) - size
+    unit = _gathered_unit(size, width)
+    extra = -size % unit
     if extra:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, extra)])
-    if platform() == "tpu" and size and (width < 4 or size >= IN_ROWS):
+    if unit >= TPU_LANES and size and (width < 4 or size >= IN_ROWS):
         x = x.reshape(*lead, -1, TPU_LANES)
     if set(axis_names(axis)) <= set(varying_axes(x)):
         rows = lax.all_gather(x, axis, to="invarying")
@@ -87,18 +88,19 @@ def gather(x: Array, axis: Axis) -> Array:
 
 def gathered_size(size: int, width: int) -> int:
     """How many entries cross in `gather` of so many, of `width` bytes each."""
-    rows = TPU_SUBLANES if platform() == "tpu" and size >= IN_ROWS else 1
-    return size + -size % (rows * _lanes_of(width))
+    return size + -size % _gathered_unit(size, width)
 
 
-def _lanes_of(width: int) -> int:
-    """Entries of so many bytes in a row of a TPU's lanes; 1 elsewhere."""
-    return TPU_LANES * max(1, 4 // width) if platform() == "tpu" else 1
+def _gathered_unit(size: int, width: int) -> int:
+    """Returns a divisor of the number of entries, of so many bytes each, that cross in `gather` of so many."""
+    if platform() != "tpu":
+        return 1
+    return TPU_LANES * max(1, 4 // width) * (TPU_SUBLANES if size >= IN_ROWS else 1)
 
 
 def exchanged_size(size: int, width: int) -> int:
     """How many entries of a row of so many, of `width` bytes each, cross in `all_to_all_rows`."""
-    return size + -size % _lanes_of(width) if width < 4 else size
+    return size + -size % _gathered_unit(0, width) if width < 4 else size
 
 
 def summed_size(arrays: Sequence[Any]) -> int:
