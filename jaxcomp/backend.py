@@ -467,16 +467,24 @@ ONE_PASS = 8
 
 
 def fold_in_one_pass(
-    add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree, *, least: int = 2, apart: bool = False
+    add: Callable[[Tree, Tree], Tree],
+    total: Tree,
+    messages: Tree,
+    *,
+    least: int = 2,
+    apart: bool = False,
+    entrywise: bool = True,
 ) -> Tree:
-    """`fold` for messages that are decoded entry by entry: a few are added in one pass over the total.
+    """`fold` in one pass over the total: of a few messages, on a GPU of any number.
 
     least: on a CPU, from so many messages on the sum is computed once, however many loops read it (`computed_once`);
         fewer are decoded within each of those loops.
     apart: a pass for each message, one after the other: its codes are an array, and only one such is held at a time.
+    entrywise: an entry is decoded from few numbers of its message (`Spec.entrywise`): else many decoded at once would
+        be as many vectors.
     """
     count = jax.tree.leaves(messages)[0].shape[0]
-    if platform() == "gpu" and is_shapes(total) and count > 1:
+    if platform() == "gpu" and entrywise and is_shapes(total) and count > 1:
         return _summed(add, total, messages)
     if not least <= count <= ONE_PASS:
         return fold(add, total, messages)
@@ -521,6 +529,7 @@ def add_each(
     total: Tree,
     payloads: Tree,
     weights: Tree,
+    entrywise: bool,
 ) -> Tree:
     """Decompresses each message, with pick(j) for the j-th, and adds it: the default of `base.accumulate`."""
     like = like_of(total)
@@ -531,7 +540,7 @@ def add_each(
         return jax.tree.map(lambda t, x: t + weighted(x.astype(t.dtype), weight), total, x_hat)
 
     workers = jnp.arange(jax.tree.leaves(payloads)[0].shape[0])
-    return fold_in_one_pass(add, total, (payloads, weights, workers))
+    return fold_in_one_pass(add, total, (payloads, weights, workers), entrywise=entrywise)
 
 
 # ------------------------------------------------------------------------------------------------

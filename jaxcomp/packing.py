@@ -150,7 +150,7 @@ class Places(NamedTuple):
 
     def pack(self, codes: list[Array]) -> Array:
         """uint32[q, w, 32], those that `packing.pack` makes of the vector, from the codes of each slice."""
-        return _side_by_side(codes, self.width)
+        return _in_words(codes, self.width)
 
     def each(self, code: Callable[..., Array], *numbers: Array) -> list[Array]:
         """code(*numbers) of each slice."""
@@ -187,7 +187,7 @@ class Pairs(Places):
 
     def pack(self, codes: list[Array]) -> Array:
         """The same, from the codes of both slices: a sum of pairs, in which XLA computes each once."""
-        pairs = _side_by_side(codes, self.width)
+        pairs = _in_words(codes, self.width)
         shifts = lax.broadcasted_iota(U32, self.shape, 2) * U32(2 * self.width)
         return jnp.sum(pairs << shifts, axis=2, dtype=U32)
 
@@ -246,7 +246,7 @@ class Lanes(NamedTuple):
         return [halves_in_lanes(key, self.size, self.width, lanes())]
 
 
-def _side_by_side(codes: list[Array], width: int) -> Array:
+def _in_words(codes: list[Array], width: int) -> Array:
     """Words of so many codes of w bits, each array at the next w bits."""
     words = codes[0]
     for i, code in enumerate(codes[1:], 1):

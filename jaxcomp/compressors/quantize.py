@@ -315,7 +315,7 @@ def _dithering(
         if varying or places is None:
             workers = payloads.words.shape[0]
             pick = lambda worker: row_of("dithering", shared, worker, workers) if per_worker else shared
-            return add_each(decompress, pick, total, payloads, weights)
+            return add_each(decompress, pick, total, payloads, weights, entrywise=True)
 
         whole = isinstance(places, Lanes)  # there units of all entries of all messages would be as many vectors
         outside, inside = (lambda each: each, cut.spread) if whole else (cut.spread_to_words, places.spread)

@@ -60,9 +60,7 @@ TPU_LANES = 128
 # the padding crosses the network between slices, too. Entries of 8 bits that share a word lie in four different rows:
 # [n, m] of them has four rows in the place of one.
 TPU_SUBLANES = 8
-# So many entries are gathered in rows of lanes that fill tiles: XLA would lay a long vector out in such rows to read
-# it, in memory of its own. A shorter one of 32 bits crosses as a vector, with less padding.
-IN_ROWS = 2**20
+IN_ROWS = 2**20  # entries that are gathered in rows of lanes, or XLA would lay them out so, in memory of its own
 
 
 def gather(x: Array, axis: Axis) -> Array:

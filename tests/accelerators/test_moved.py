@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -18,6 +19,7 @@ from jaxcomp.hlo import called, contents_of
 from jaxcomp.program import Module
 
 CASES = cases(22)
+MATRIX = np.ones((512, 512), np.float32)
 # Copies of the vector, kernels, and waits of the host: at most.
 MOST = {
     "compress sidco": (0.85, 45, 4),
@@ -47,7 +49,7 @@ def test_a_codec_moves_few_copies(name):
 
 @pytest.mark.parametrize("compressor", [jc.block_scaled("int4"), jc.dithering(7)], ids=["int4", "dithering"])
 def test_many_messages_are_added_in_one_pass_on_a_gpu(compressor):
-    """64 of 4 bits an entry: 4 copies to read them, half of one to write their sum; a pass for each took 72."""
+    """64 of 4 bits an entry: 4 copies to read them, half of one to write their sum; a pass for each took 78."""
     if package := lacks("h100"):
         pytest.skip(f"compiling for an H100 needs the package {package}")
     like = jax.ShapeDtypeStruct((2**22,), jnp.float32)
@@ -58,6 +60,21 @@ def test_many_messages_are_added_in_one_pass_on_a_gpu(compressor):
     mapped = jax.shard_map(add, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     program = compiled(jax.jit(mapped), *shapes_on(mesh, (messages,)))
     assert counted(program.text, 0).bytes / (8 * like.size) < 5
+
+
+def test_messages_that_are_not_decoded_by_entry_are_held_one_at_a_time_on_a_gpu():
+    """As of a compressor of one's own, which decodes by a product and brings no sum of messages."""
+    if package := lacks("h100"):
+        pytest.skip(f"compiling for an H100 needs the package {package}")
+    like, bf16 = jax.ShapeDtypeStruct((2**22,), jnp.float32), jc.cast(jnp.bfloat16)
+    product = lambda payload, shared, like: (payload.values.astype(jnp.float32).reshape(-1, 512) @ MATRIX).reshape(-1)
+    own = bf16._replace(decompress=product, accumulate=None, spec=bf16.spec._replace(entrywise=False))
+    mesh = mesh_on([described("h100")[0]], {"data": 1})
+    payload = lambda key: bf16.compress(key, jnp.zeros(like.shape), State())[0]
+    messages = jax.eval_shape(jax.vmap(payload), jax.random.split(jax.random.key(0), 16))
+    add = lambda messages: accumulate(own, like, messages, None, None)
+    mapped = jax.shard_map(add, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    assert compiled(jax.jit(mapped), *shapes_on(mesh, (messages,))).memory / 4 / like.size < 1.6  # 16 at once
 
 
 # Temporary memory of a TPU v5e, in vectors of 2^24 entries. An axis of 32 is padded to 128 lanes there: int4 held 6 and
