@@ -57,6 +57,7 @@ __all__ = [
     "only_if",
     "over_rows",
     "platform",
+    "rows_at_once",
     "shared_program",
     "side_by_side",
     "step_in_place",
@@ -255,6 +256,13 @@ def in_turn(function: Callable[[Tree], Tree], rows: Tree) -> Tree:
 
 
 SORTED = 2**22  # entries of rows that a TPU sorts at once
+
+
+def rows_at_once() -> int:
+    """How many vectors are compressed as a stack that is no array: on GPUs, whose compiler takes long for each loop,
+    as many as one loop reads well (`OPERANDS`) where each is the difference of two. Others would make the stack.
+    """
+    return 16 if platform() == "gpu" else 1
 
 
 def over_rows(function: Callable[..., Tree], *rows: Tree, length: int) -> Tree:

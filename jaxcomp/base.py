@@ -285,15 +285,17 @@ def keys_of(key: Array, groups: tuple[Any, ...]) -> tuple[Array, ...]:
     """A key for each group: fold_in(key, its number), or the key itself for a group that has it alone."""
     numbers = [group.number or 0 for group in groups]
     if max(numbers, default=0) < FEW:
-        each = [jax.random.fold_in(key, number) for number in numbers]
+        words = [jax.random.key_data(jax.random.fold_in(key, number)) for number in numbers]
     else:  # as one array, which is cut
         folded = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(max(numbers) + 1))
         every = jax.random.key_data(folded)
         pieces = cut_apart(every.reshape(-1), [every.shape[1]] * every.shape[0])
-        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-            pieces = [jax.random.wrap_key_data(piece, impl=jax.random.key_impl(key)) for piece in pieces]
-        each = [pieces[number] for number in numbers]
-    each = materialized(each)  # or kernels of groups of one shape, which read one array of keys, would become one
+        words = [pieces[number] for number in numbers]
+    # Or kernels of groups of one shape, which read one array of keys, would become one. As words, since
+    # jax_debug_key_reuse takes a key behind a barrier for a used one.
+    each = materialized(words)
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        each = [jax.random.wrap_key_data(own, impl=jax.random.key_impl(key)) for own in each]
     alone = [group.number is None for group in groups]
     return tuple(key if own else folded for own, folded in zip(alone, each, strict=True))
 

@@ -75,13 +75,23 @@ def _norms_in_three_scales(rows: Array) -> Array:
     Reference: Blue 1978, A portable Fortran program to find the Euclidean norm of a vector, where each entry is added
     to one of three sums.
     """
-    dtype, rows = rows.dtype, finite(rows.astype(wide(rows.dtype)))
-    info = jnp.finfo(rows.dtype)
-    scale, most = 2.0 ** (3 * info.maxexp // 4), 2.0 ** (info.maxexp // 2 - 2)
-    rows = jnp.where(jnp.abs(rows) < info.tiny, jnp.zeros((), rows.dtype), rows)
-    # The clip keeps XLA from rewriting (x s)^2 as x^2 s^2, and squares of what is not small finite.
-    squares = lambda scale: jnp.sum(jnp.square(jnp.clip(rows * jnp.asarray(scale, rows.dtype), -most, most)), axis=-1)
-    plain, small, large = jnp.sum(jnp.square(rows), axis=-1), squares(scale), squares(1 / scale)
+    dtype, rows = rows.dtype, rows.astype(wide(rows.dtype))
+    info, zero = jnp.finfo(rows.dtype), jnp.zeros((), rows.dtype)
+    scale = 2.0 ** (3 * info.maxexp // 4)
+
+    def squares(scale, least, most):
+        """Of entries between these numbers once they are scaled."""
+        # Tested apart in each: what they read alike, XLA for GPUs would make arrays of.
+        size = jnp.abs(rows) * jnp.asarray(scale, rows.dtype)
+        return jnp.square(jnp.where((size >= least) & (size <= most), size, zero))
+
+    given = [
+        squares(scale, float(info.tiny) * scale, 2.0 ** (info.maxexp // 2 - 2)),
+        squares(1, 0, info.max),
+        squares(1 / scale, 0, info.max),
+    ]
+    add = lambda sums, more: tuple(a + b for a, b in zip(sums, more, strict=True))
+    small, plain, large = lax.reduce(given, [zero] * 3, add, (rows.ndim - 1,))
     least, most = info.tiny * MARGIN, info.max
     root = jnp.sqrt(jnp.where(plain > least, jnp.where(plain < most, plain, large), small))
     unit = jnp.where(plain > least, jnp.where(plain < most, 1.0, scale), 1 / scale).astype(rows.dtype)

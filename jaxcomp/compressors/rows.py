@@ -7,10 +7,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import as_words
-from jaxcomp.backend import shared_program, zeros_if_shape
+from jaxcomp.backend import materialized, shared_program, zeros_if_shape
 from jaxcomp.base import Compressor, State, accumulate, advance, for_worker, left, left_of
 
-__all__ = ["Rows", "rows"]
+__all__ = ["Rows", "compress_together", "rows"]
+
+
+Array = jax.Array
 
 
 class Rows(NamedTuple):
@@ -80,3 +83,18 @@ def rows(one: Compressor) -> Compressor:
         for_worker=None if one.for_worker is None else over(for_worker),
         overflow=None if one.overflow is None else left_over,
     )
+
+
+def compress_together(one: Compressor, keys: list[Array], xs: list[Array], state: State) -> list[tuple[Any, Any]]:
+    """one.compress(key, x, state) of several vectors of one shape, all at once; the state holds no arrays.
+
+    The payloads are made before anything reads a part of them: their readers would else make each by itself.
+    """
+    # Keys as words: jax_debug_key_reuse takes mapped keys for used ones where workers are mapped, too.
+    words, kind = jnp.stack(list(map(jax.random.key_data, keys))), jax.random.key_impl(keys[0])
+
+    def compress(words, x):
+        return one.compress(jax.random.wrap_key_data(words, impl=kind), x, state)[0]
+
+    payloads = materialized(jax.vmap(compress)(words, jnp.stack(xs)))
+    return [(jax.tree.map(lambda a: a[row], payloads), state.local) for row in range(len(xs))]  # noqa: B023

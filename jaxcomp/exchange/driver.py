@@ -20,7 +20,7 @@ from jax import lax
 from jax.core import Tracer
 
 from jaxcomp.arrays import bounded, key_data, wide, wide_like, wrap_key
-from jaxcomp.backend import in_place, is_apart, is_lazy, made_in_pieces, materialized, shared_program
+from jaxcomp.backend import in_place, is_apart, is_lazy, made_in_pieces, materialized, rows_at_once, shared_program
 from jaxcomp.base import (
     Algorithm,
     Compressor,
@@ -41,6 +41,7 @@ from jaxcomp.base import (
     whole,
 )
 from jaxcomp.compressors.checks import is_whole
+from jaxcomp.compressors.rows import compress_together
 from jaxcomp.compressors.tree import choices_of, layout_of
 from jaxcomp.exchange.agreement import check_inside, options_of
 from jaxcomp.exchange.axes import (
@@ -368,12 +369,11 @@ class Message:
         self.arrived: tuple[Arrived, ...] = ()
         pairs = list(zip(request.compressors, request.states, strict=True))
         self.mine = tuple(for_worker(c, state.shared, index, way.workers) for c, state in pairs)
+        with jax.named_scope("jc_encode"):
+            self.programs, encoded = _encoded(request, self.mine)
         parcels, local = [], []
-        each = zip(pairs, request.keys, request.message, self.mine, request.groups, strict=True)
-        self.programs = _programs(request)
-        for program, ((c, state), key, x, mine, group) in zip(self.programs, each, strict=True):
-            with jax.named_scope("jc_encode"):
-                payload, after = program.compress(key, x, State(state.local, mine))
+        each = zip(pairs, encoded, request.message, request.groups, strict=True)
+        for (c, state), (payload, after), x, group in each:
             # Typed alike: an array that happens to be typed as equal (an empty one, say) would give loops and
             # conditionals branches of different types.
             payload = varying(payload, (*axis_names(way.axis), *way.outer, *varying_axes(payload)))
@@ -462,19 +462,41 @@ def _with_lost(left: Array, mean: Array, group: Any) -> Array:
     return jnp.where(lost != 0, bounded(left + lost.astype(left.dtype)), left)
 
 
-def _programs(request: Mean) -> tuple[Compressor, ...]:
-    """The compressors, which compress and add up by shared programs where another group has the same shape.
+def _encoded(request: Mean, mine: tuple[Any, ...]) -> tuple[list[Compressor], list[tuple[Any, Any]]]:
+    """The compressors, and what each makes of the message of its group: payload and local state.
 
-    Not linear ones: their arithmetic is little, and fused with what is before and after it.
+    Where another group has the same shape they compress and add up by shared programs; not linear ones, whose
+    arithmetic is little and fused with what is before and after it. Without a state, codes of single entries are made
+    of several such vectors at once (`rows_at_once`), if they are ready together.
     """
-    kinds = [(id(c), x.shape, x.dtype) for c, x in zip(request.compressors, request.message, strict=True)]
-    again = [not c.spec.linear and kinds.count(kind) > 1 for c, kind in zip(request.compressors, kinds, strict=True)]
-    shared: dict[int, Compressor] = {}
-    for c, is_again in zip(request.compressors, again, strict=True):
-        if is_again and id(c) not in shared:
+    alike: dict[Any, list[int]] = {}
+    for i, (c, x) in enumerate(zip(request.compressors, request.message, strict=True)):
+        alike.setdefault((id(c), x.shape, x.dtype), []).append(i)
+    programs, encoded = list(request.compressors), [None] * len(mine)
+    states = [State(state.local, shared) for state, shared in zip(request.states, mine, strict=True)]
+    for numbers in alike.values():
+        c, stacks = programs[numbers[0]], [[i] for i in numbers]
+        if len(numbers) > 1 and not c.spec.linear:
             add = functools.partial(accumulate, c)
-            shared[id(c)] = c._replace(compress=shared_program(c.compress), accumulate=shared_program(add))
-    return tuple(shared[id(c)] if is_again else c for c, is_again in zip(request.compressors, again, strict=True))
+            c = c._replace(compress=shared_program(c.compress), accumulate=shared_program(add))
+            if c.spec.entrywise and not jax.tree.leaves([states[i] for i in numbers]):
+                stacks = _stacks(request, numbers)
+        for stack in stacks:
+            keys, xs = ([each[i] for i in stack] for each in (request.keys, request.message))
+            state = states[stack[0]]
+            made = [c.compress(*keys, *xs, state)] if len(stack) == 1 else compress_together(c, keys, xs, state)
+            for i, one in zip(stack, made, strict=True):
+                programs[i], encoded[i] = c, one
+    return programs, encoded
+
+
+def _stacks(request: Mean, numbers: list[int]) -> list[list[int]]:
+    """Groups, of equal vectors, that are compressed together."""
+    ready: dict[Any, list[int]] = {}
+    for i in numbers:
+        ready.setdefault((request.groups[i].bucket, frozenset(varying_axes(request.message[i]))), []).append(i)
+    most = rows_at_once()
+    return [some[first : first + most] for some in ready.values() for first in range(0, len(some), most)]
 
 
 def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], sizes: tuple[int, ...] = ()) -> Any:

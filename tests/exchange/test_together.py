@@ -1,0 +1,88 @@
+"""Equal vectors that are compressed together: what each would be by itself, bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcomp as jc
+from jaxcomp import backend
+from jaxcomp.exchange import collectives, driver
+from jaxcomp.groups import LARGE
+
+WORKERS = 3
+SHAPES = {
+    **{f"w{i}": (LARGE // 512, 512) for i in range(3)},
+    **{f"v{i}": (LARGE + 1024,) for i in range(2)},
+    "b": (7,),
+}
+ALGORITHMS = {
+    "direct": lambda: jc.direct(jc.dithering(7)),
+    "largest": lambda: jc.direct(jc.dithering(9, norm="inf", norm_dtype="bfloat16")),
+    "diana": lambda: jc.diana(jc.dithering(7)),
+    "memory": lambda: jc.error_feedback(jc.dithering(15)),
+    "by_path": lambda: jc.by_path({".*w.*": jc.direct(jc.dithering(7)), ".*": jc.diana(jc.dithering(7))}),
+}
+
+
+def rounds_of(algorithm, monkeypatch, most, dtype=jnp.float32, under=None, **options):
+    """Directions of two rounds and the state afterwards, as traced for GPUs; at most so many vectors together."""
+    for module in (backend, collectives):
+        monkeypatch.setattr(module, "platform", lambda mesh=None: "gpu")
+    monkeypatch.setattr(driver, "rows_at_once", lambda: most)
+    rng = np.random.default_rng(0)
+    tx = jc.compressed_mean(algorithm(), "data", **options)
+    params = {name: jnp.zeros(shape, dtype) for name, shape in SHAPES.items()}
+    grads = [
+        {k: jnp.asarray(rng.normal(size=(WORKERS, *s)), dtype).at[:, 0].set(jnp.nan) for k, s in SHAPES.items()}
+        for _ in range(2)
+    ]
+    found = []
+    if under == "vmap":
+        state = jax.vmap(lambda _: tx.init(params), axis_name="data", axis_size=WORKERS)(jnp.arange(WORKERS))
+        step = jax.jit(jax.vmap(tx.update, axis_name="data"))
+    else:
+        mesh = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices()[:WORKERS])
+        state, specs = jc.init_state(tx, params, mesh, "data")
+        update = lambda g, state: tx.update(jax.tree.map(lambda x: x[0], g), state)
+        step = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=(jax.P("data"), specs), out_specs=(jax.P(), specs)))
+        grads = [jax.device_put(g, jax.NamedSharding(mesh, jax.P("data"))) for g in grads]
+    for g in grads:
+        direction, state = step(g, state)
+        found.append(direction)
+    return found, jax.tree.map(
+        lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, state
+    )
+
+
+def same(a, b, near=0.0):
+    """near: XLA may contract the product and the sum of a shift in one of the programs."""
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_vectors_are_compressed_as_each_by_itself(name, monkeypatch):
+    each, together = (rounds_of(ALGORITHMS[name], monkeypatch, most) for most in (1, 16))
+    same(each, together, near=1e-6 if name in ("diana", "by_path") else 0)
+
+
+@pytest.mark.parametrize("case", ["two weighted", "buckets", "vmap in bfloat16"])
+def test_together_in_other_ways(case, monkeypatch):
+    options = {
+        "two weighted": {"weights": [1, 2, 3]},
+        "buckets": {"bucket_bytes": 4 * LARGE},
+        "vmap in bfloat16": {"under": "vmap", "dtype": jnp.bfloat16},
+    }
+    of = lambda most: rounds_of(ALGORITHMS["memory"], monkeypatch, most, **options[case])
+    same(of(1), of(2 if case == "two weighted" else 16))
+
+
+def test_keys_are_used_once(monkeypatch):
+    with jax.debug_key_reuse(True):
+        for under in (None, "vmap"):
+            rounds_of(ALGORITHMS["direct"], monkeypatch, 16, under=under)
+
+
+def test_only_on_gpus():
+    assert backend.rows_at_once() == 1
