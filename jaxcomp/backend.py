@@ -379,7 +379,7 @@ def cut_apart(vector: "Array | SparseSum", sizes: Sequence[int]) -> list[Array]:
     return materialized(pieces) if platform() == "tpu" and vector.ndim == 1 and vector.size >= LONG else pieces
 
 
-SEGMENTS = 8  # leaves that are decoded by themselves; each is a kernel to compile
+APART = 256  # leaves that are decoded by themselves; each adds 20 ms to compiling
 
 
 def is_apart(size: int, sizes: Sequence[int]) -> bool:
@@ -388,22 +388,29 @@ def is_apart(size: int, sizes: Sequence[int]) -> bool:
 
 
 def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Sequence[int]) -> Pieces:
-    """`Pieces` of these sizes of decode(messages), each of the largest by itself, and what lies between them together.
+    """`Pieces` of these sizes of decode(messages): large ones by themselves, small ones cut out of a vector of them.
 
-    A loop that decodes a slice reads what it needs of the messages. To each they are handed on by a barrier behind the
-    one before, or XLA would decode them once, into a vector, and copy the slices out of it, or write several long
-    leaves in one loop, which takes long to compile and does not fit into registers.
+    A loop that decodes some entries reads what it needs of the messages. To each they are handed on by a barrier behind
+    the one before, or XLA would decode them once, into a vector, and copy the pieces out of it, or write several in one
+    loop, which takes long to compile and does not fit into registers. Where a piece begins is an operand: so loops of
+    equal sizes are one kernel to compile.
     """
-    large = {i for i in np.argsort(sizes, kind="stable")[::-1][:SEGMENTS].tolist() if sizes[i] >= LONG}
-    starts, leaves, first = backend_cpu.starts_of(sizes), [], 0
-    for i in range(len(sizes)):
-        if i + 1 < len(sizes) and i not in large and i + 1 not in large:
-            continue
-        own, start = sizes[first : i + 1], starts[first]
+    order = np.argsort(sizes, kind="stable")[::-1][:APART].tolist()
+    large = sorted(i for i in order if sizes[i] >= LONG)
+    rest = [i for i in range(len(sizes)) if i not in set(large)]
+    starts, decode, pieces = np.asarray(backend_cpu.starts_of(sizes)), jax.jit(decode), {}
+    for i, start in zip(large, materialized([jnp.asarray(starts[i], jnp.int32) for i in large]), strict=True):
         messages = seen_anew(messages)
-        leaves += cut_apart(lax.slice_in_dim(decode(messages), start, start + sum(own)), own)
-        first = i + 1
-    return Pieces(tuple(leaves))
+        pieces[i] = lax.dynamic_slice_in_dim(decode(messages), start, sizes[i])
+    if rest:
+        own = [sizes[i] for i in rest]
+        shifts, ends = starts[rest] - backend_cpu.starts_of(own), np.cumsum(own)
+        shifts, ends = materialized([jnp.asarray(x, jnp.int32) for x in (shifts, ends)])
+        entries = jnp.arange(sum(own), dtype=jnp.int32)
+        entries += shifts[jnp.searchsorted(ends, entries, side="right", method="scan_unrolled")]
+        among = decode(seen_anew(messages)).at[entries].get(mode="promise_in_bounds", indices_are_sorted=True)
+        pieces |= zip(rest, cut_apart(among, own), strict=True)
+    return Pieces(tuple(pieces[i] for i in range(len(sizes))))
 
 
 OPERANDS = 40  # leaves that one loop reads at most: XLA for GPUs splits some loops over 48, into an array of their own

@@ -265,6 +265,34 @@ def test_a_direction_of_large_leaves_takes_no_memory_besides():
     assert program.memory_analysis().temp_size_in_bytes < 0.3 * 4 * 20 * 2**18
 
 
+PIECES = {
+    "some large": [5, LONG, 0, 40, LONG + 3, LONG, 7],
+    "large alone": [LONG, LONG],
+    "none large": [LONG - 1, 1, 0, 2 * LONG // 3],
+    "a large one at the end": [0, 3, 2 * LONG],
+    "more than are made alone": [LONG + i % 2 for i in range(6)],
+}
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("case", PIECES)
+def test_pieces_are_decoded_where_they_belong(case, mapped, seed, monkeypatch):
+    monkeypatch.setattr(backend, "APART", 4)
+    monkeypatch.setattr(backend, "platform", lambda mesh=None: "gpu")
+    sizes, rest = PIECES[case], 5
+    (messages,) = drawn(seed, [3 * (sum(sizes) + rest)])
+    messages = messages.reshape(3, -1)
+    decode = lambda messages: messages[0] + 2 * messages[2]
+    run = lambda messages: backend.made_in_pieces(decode, messages, sizes).leaves
+    run = jax.vmap(run) if mapped else run
+    pieces = jax.jit(run)(jnp.stack([messages, -messages]) if mapped else messages)
+    for row in range(2) if mapped else [...]:
+        whole = np.asarray(decode(-messages if row == 1 else messages))
+        got = np.concatenate([piece[row] for piece in pieces])
+        np.testing.assert_allclose(got, whole[: sum(sizes)], rtol=1e-6, atol=1e-6)
+        assert [piece[row].size for piece in pieces] == sizes
+
+
 # ------------------------------------------------------------------------------------------------
 # What is made where in a compiled program, and how often it is traced and compiled
 
