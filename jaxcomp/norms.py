@@ -75,27 +75,25 @@ def _norms_in_three_scales(rows: Array) -> Array:
     Reference: Blue 1978, A portable Fortran program to find the Euclidean norm of a vector, where each entry is added
     to one of three sums.
     """
-    dtype, rows = rows.dtype, rows.astype(wide(rows.dtype))
-    info, zero = jnp.finfo(rows.dtype), jnp.zeros((), rows.dtype)
-    scale = 2.0 ** (3 * info.maxexp // 4)
+    dtype, size = rows.dtype, _finite_sizes(rows.astype(wide(rows.dtype)))
+    info = jnp.finfo(size.dtype)
+    scale, most = 2.0 ** (3 * info.maxexp // 4), 2.0 ** (info.maxexp // 2 - 2)
+    # The minimum keeps XLA from rewriting (x s)^2 as x^2 s^2, and squares of what is not small finite.
+    squares = lambda scale: jnp.sum(jnp.square(jnp.minimum(size * jnp.asarray(scale, size.dtype), most)), axis=-1)
+    small, plain, large = squares(scale), jnp.sum(jnp.square(size), axis=-1), squares(1 / scale)
+    is_small, is_large = plain <= info.tiny * MARGIN, plain >= info.max
+    root = jnp.sqrt(jnp.where(is_small, small, jnp.where(is_large, large, plain)))
+    unit = jnp.where(is_small, 1 / scale, jnp.where(is_large, scale, 1.0)).astype(size.dtype)
+    norms = unit * jnp.minimum(root, info.max / unit)
+    return bounded(jnp.where(norms < info.tiny, jnp.zeros((), size.dtype), norms), dtype)
 
-    def squares(scale, least, most):
-        """Of entries between these numbers once they are scaled."""
-        # Tested apart in each: what they read alike, XLA for GPUs would make arrays of.
-        size = jnp.abs(rows) * jnp.asarray(scale, rows.dtype)
-        return jnp.square(jnp.where((size >= least) & (size <= most), size, zero))
 
-    given = [
-        squares(scale, float(info.tiny) * scale, 2.0 ** (info.maxexp // 2 - 2)),
-        squares(1, 0, info.max),
-        squares(1 / scale, 0, info.max),
-    ]
-    add = lambda sums, more: tuple(a + b for a, b in zip(sums, more, strict=True))
-    small, plain, large = lax.reduce(given, [zero] * 3, add, (rows.ndim - 1,))
-    least, most = info.tiny * MARGIN, info.max
-    root = jnp.sqrt(jnp.where(plain > least, jnp.where(plain < most, plain, large), small))
-    unit = jnp.where(plain > least, jnp.where(plain < most, 1.0, scale), 1 / scale).astype(rows.dtype)
-    return bounded(unit * jnp.minimum(root, info.max / unit), dtype)
+def _finite_sizes(x: Array) -> Array:
+    """|x|, and zero for what is not finite. By its bits: XLA for GPUs would keep what a comparison finds, as an array."""
+    info = jnp.finfo(x.dtype)
+    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.dtype(f"uint{info.bits}"))
+    one_if_not = ((bits >> info.nmant) + 1) >> (info.bits - info.nmant - 1)  # all bits of its exponent are ones
+    return lax.bitcast_convert_type(bits & (one_if_not - 1), x.dtype)
 
 
 def _scaled_norms(rows: Array, order: float) -> Array:
