@@ -89,7 +89,7 @@ def _norms_in_three_scales(rows: Array) -> Array:
 
 
 def _finite_sizes(x: Array) -> Array:
-    """|x|, and zero for what is not finite. By its bits: XLA for GPUs would keep what a comparison finds, as an array."""
+    """|x|, and zero for what is not finite. By its bits: XLA for GPUs would make an array of what is compared."""
     info = jnp.finfo(x.dtype)
     bits = lax.bitcast_convert_type(jnp.abs(x), jnp.dtype(f"uint{info.bits}"))
     one_if_not = ((bits >> info.nmant) + 1) >> (info.bits - info.nmant - 1)  # all bits of its exponent are ones
