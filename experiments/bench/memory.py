@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from experiments.lib import targets  # first: it sets what JAX reads of the environment  # isort: skip
 import jax
-from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
 from experiments.bench.trees import gpt_like, num_entries
@@ -79,10 +78,8 @@ def row_of(name: str, layers: int, width: int) -> dict[str, Any]:
         each = lambda n: n / num_entries(like)
         try:
             tx = jc.compressed_mean(case.make(), "data", case.via, **dict(case.options))
-            state, specs = targets.state_on(mesh, tx, like)
-            step = lambda grads, state: tx.update(jc.per_worker(grads, "data"), state)  # noqa: B023
-            mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs))
-            program = targets.compiled(jax.jit(mapped, donate_argnums=1), targets.shapes_on(mesh, like), state)
+            step, args = targets.update_on(mesh, tx, like)
+            program, state = targets.compiled(step, *args), args[1]
         except Exception as error:
             row[f"{label} error"] = shortened(error)
             continue

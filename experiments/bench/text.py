@@ -138,11 +138,7 @@ def _step(make: Callable[[], Algorithm], layers: int, width: int) -> Case:
     like = gpt_like(layers, width)
 
     def build(mesh: Any) -> tuple[Any, tuple[Any, ...]]:
-        tx = jc.compressed_mean(make(), "data")
-        state, specs = targets.state_on(mesh, tx, like)
-        step = lambda grads, state: tx.update(jc.per_worker(grads, "data"), state)
-        mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs))
-        return jax.jit(mapped, donate_argnums=1), (targets.shapes_on(mesh, like), state)
+        return targets.update_on(mesh, jc.compressed_mean(make(), "data"), like)
 
     return Case(build, num_entries(like))
 

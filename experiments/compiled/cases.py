@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
-from experiments.lib.targets import mesh_on, shapes_on, state_on
+from experiments.lib.targets import mesh_on, shapes_on, state_on, update_on
 from jaxcomp.base import Algorithm, Compressor, State, for_worker, residual
 
 __all__ = ["ALGORITHMS", "FORMS", "ITERATES", "ROUTES", "Case", "codec", "length_of", "update"]
@@ -92,16 +92,7 @@ def update(name: str, algorithm: Algorithm, via: str = "auto") -> Case:
 
 def transformed(name: str, make: Callable[[], Any]) -> Case:
     tree = tree_of(name)
-
-    def build(mesh):
-        tx = make()
-        state, specs = state_on(mesh, tx, tree)
-        step = lambda grads, state, params: tx.update(jc.per_worker(grads, "data"), state, params)
-        mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), specs, P()), out_specs=(P(), specs))
-        like = shapes_on(mesh, tree)
-        return jax.jit(mapped, donate_argnums=1), (like, state, like)
-
-    return Case(name, {"data": WORKERS}, build, entries_of(tree))
+    return Case(name, {"data": WORKERS}, lambda mesh: update_on(mesh, make(), tree), entries_of(tree))
 
 
 ALGORITHMS: dict[str, Algorithm] = {

@@ -161,3 +161,22 @@ def state_on(mesh: Mesh, tx: Any, params: Any, axis: str = "data") -> tuple[Any,
     state = jax.eval_shape(lambda: jc.init_state(tx, zeros(), mesh, axis)[0])
     specs = jc.state_specs(state, axis)
     return shapes_on(mesh, state, specs), specs
+
+
+def donating(step: Any, mesh: Mesh, specs: Any, donated: int) -> Any:
+    """A jitted step in the place of one of its arguments. specs: of its results.
+
+    Where jit knows their shardings it pairs what is donated with results of its shape; else XLA does by size alone, in
+    their order, and a direction that comes first takes the place of a memory, which then is copied.
+    """
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+    return jax.jit(step, donate_argnums=donated, out_shardings=shardings)
+
+
+def update_on(mesh: Mesh, tx: Any, params: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A jitted update in the place of its state, and shapes of its arguments."""
+    state, specs = state_on(mesh, tx, params)
+    step = lambda grads, state, params: tx.update(jc.per_worker(grads, "data"), state, params)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(WHOLE, specs, WHOLE), out_specs=(WHOLE, specs))
+    like = shapes_on(mesh, params)
+    return donating(mapped, mesh, (WHOLE, specs), 1), (like, state, like)

@@ -158,7 +158,7 @@ def tried(pods: Pods, size: Size, name: str) -> dict[str, Any]:
         )
         state = targets.shapes_on(mesh, state, state_specs)
         args = targets.shapes_on(mesh, rows, lead), state
-        program = targets.compiled(jax.jit(step, donate_argnums=1), *args)
+        program = targets.compiled(targets.donating(step, mesh, (cut, state_specs), 1), *args)
     except UserError:
         raise
     except Exception as error:

@@ -13,7 +13,7 @@ import jaxcomp as jc
 from experiments.bench.text import TURNS, cases, row_of
 from experiments.bench.trees import gpt_like, num_entries
 from experiments.lib.kernels import counted
-from experiments.lib.targets import compiled, described, lacks, mesh_on, shapes_on, state_on
+from experiments.lib.targets import compiled, described, lacks, mesh_on, shapes_on, update_on
 from jaxcomp.base import State, accumulate
 from jaxcomp.hlo import called, contents_of
 from jaxcomp.program import Module
@@ -138,10 +138,8 @@ def step_on(target, algorithm, like):
         pytest.skip(f"compiling for {target} needs the package {package}")
     mesh = mesh_on(list(described(target))[:4], {"data": 4})
     tx = jc.compressed_mean(algorithm, "data")
-    state, specs = state_on(mesh, tx, like)
-    step = lambda grads, state: tx.update(jc.per_worker(grads, "data"), state)
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs))
-    return compiled(jax.jit(mapped, donate_argnums=1), shapes_on(mesh, like), state)
+    step, args = update_on(mesh, tx, like)
+    return compiled(step, *args)
 
 
 def test_no_sum_over_neighbours_is_a_tile_that_no_register_holds():
