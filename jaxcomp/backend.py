@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -387,7 +388,8 @@ def cut_apart(vector: "Array | SparseSum", sizes: Sequence[int]) -> list[Array]:
     return materialized(pieces) if platform() == "tpu" and vector.ndim == 1 and vector.size >= LONG else pieces
 
 
-APART = 256  # leaves that are decoded by themselves; each adds 20 ms to compiling
+APART = 256  # leaves that are decoded by themselves; each is a kernel to start, each other size one to compile
+FEW_ENTRIES = 32  # so many times fewer entries than the vector are cheap to gather
 
 
 def is_apart(size: int, sizes: Sequence[int]) -> bool:
@@ -396,7 +398,8 @@ def is_apart(size: int, sizes: Sequence[int]) -> bool:
 
 
 def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Sequence[int]) -> Pieces:
-    """`Pieces` of these sizes of decode(messages): large ones by themselves, small ones cut out of a vector of them.
+    """`Pieces` of these sizes of decode(messages): each of the `APART` largest by itself, if it is long. Of the others
+    those that lie side by side are cut out of a vector of their own; where they are few entries, all out of one.
 
     A loop that decodes some entries reads what it needs of the messages. To each they are handed on by a barrier behind
     the one before, or XLA would decode them once, into a vector, and copy the pieces out of it, or write several in one
@@ -404,20 +407,26 @@ def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Seque
     equal sizes are one kernel to compile.
     """
     order = np.argsort(sizes, kind="stable")[::-1][:APART].tolist()
-    large = sorted(i for i in order if sizes[i] >= LONG)
-    rest = [i for i in range(len(sizes)) if i not in set(large)]
+    large = {i for i in order if sizes[i] >= LONG}
+    small = [i for i in range(len(sizes)) if i not in large]
     starts, decode, pieces = np.asarray(backend_cpu.starts_of(sizes)), jax.jit(decode), {}
-    for i, start in zip(large, materialized([jnp.asarray(starts[i], jnp.int32) for i in large]), strict=True):
-        messages = seen_anew(messages)
-        pieces[i] = lax.dynamic_slice_in_dim(decode(messages), start, sizes[i])
-    if rest:
-        own = [sizes[i] for i in rest]
-        shifts, ends = starts[rest] - backend_cpu.starts_of(own), np.cumsum(own)
+    gathered = bool(large) and FEW_ENTRIES * sum(sizes[i] for i in small) <= sum(sizes)
+    runs = [[i] for i in sorted(large)]
+    if not gathered:
+        parts = itertools.groupby(range(len(sizes)), lambda i: i if i in large else -1)
+        runs = [list(numbers) for _, numbers in parts]
+    begins = materialized([jnp.asarray(starts[run[0]], jnp.int32) for run in runs])
+    for run, begin in zip(runs, begins, strict=True):
+        messages, own = seen_anew(messages), [sizes[i] for i in run]
+        pieces |= zip(run, cut_apart(lax.dynamic_slice_in_dim(decode(messages), begin, sum(own)), own), strict=True)
+    if gathered and small:
+        own = [sizes[i] for i in small]
+        shifts, ends = starts[small] - backend_cpu.starts_of(own), np.cumsum(own)
         shifts, ends = materialized([jnp.asarray(x, jnp.int32) for x in (shifts, ends)])
         entries = jnp.arange(sum(own), dtype=jnp.int32)
         entries += shifts[jnp.searchsorted(ends, entries, side="right", method="scan_unrolled")]
-        among = decode(seen_anew(messages)).at[entries].get(mode="promise_in_bounds", indices_are_sorted=True)
-        pieces |= zip(rest, cut_apart(among, own), strict=True)
+        vector = decode(seen_anew(messages)).at[entries].get(mode="promise_in_bounds", indices_are_sorted=True)
+        pieces |= zip(small, cut_apart(vector, own), strict=True)
     return Pieces(tuple(pieces[i] for i in range(len(sizes))))
 
 
