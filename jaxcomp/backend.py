@@ -268,8 +268,9 @@ SORTED = 2**22  # entries of rows that a TPU sorts at once
 
 
 def rows_at_once() -> int:
-    """How many vectors are compressed as a stack that is no array: on GPUs, whose compiler takes long for each loop,
-    as many as one loop reads well (`OPERANDS`) where each is the difference of two. Others would make the stack.
+    """How many equal vectors are compressed as one stack. XLA for GPUs takes long to compile each loop, and a loop that
+    reads the stack reads the vectors: sixteen, each of which may be a difference of two, fit below `OPERANDS`. Other
+    backends would write the stack.
     """
     return 16 if platform() == "gpu" else 1
 
@@ -512,8 +513,8 @@ def fold_in_one_pass(
     least: on a CPU, from so many messages on the sum is computed once, however many loops read it (`computed_once`);
         fewer are decoded within each of those loops.
     apart: a pass for each message, one after the other: its codes are an array, and only one such is held at a time.
-    entrywise: an entry is decoded from few numbers of its message (`Spec.entrywise`): else many decoded at once would
-        be as many vectors.
+    entrywise: an entry is decoded from few numbers of its message (`Spec.entrywise`). If not, all messages that are
+        decoded at once would be held as vectors, so they are added one after the other.
     """
     count = jax.tree.leaves(messages)[0].shape[0]
     if platform() == "gpu" and entrywise and is_shapes(total) and count > 1:

@@ -103,7 +103,8 @@ class Spec(NamedTuple):
     omega: d -> omega with E C(x) = x and E|C(x) - x|^2 <= omega |x|^2, or None.
     alpha: d -> alpha with E|C(x) - x|^2 <= (1 - alpha) |x|^2, or None.
     linear: payloads may be added: decompress(p + q) = decompress(p) + decompress(q).
-    entrywise: an entry is decoded from few numbers of the payload, so that each leaf may be decoded by itself.
+    entrywise: an entry is decoded from few numbers of the payload. So GPUs decode each leaf by itself, add messages by
+        a reduction, code equal vectors together (under vmap), and code again what a narrow memory would have to keep.
     selects: C(x) copies some entries of x and zeroes the rest (an orthogonal projection), and
         its payload has a field `values` with the copied entries.
     lifted: for a compressor of trees: how it lays them out, and what compresses each array.

@@ -72,8 +72,8 @@ def halves(key: Array, shape: tuple[int, ...], count: int) -> list[Array]:
     """`count` arrays uint32[shape], uniform on 0 .. 2^16 - 1.
 
     Two of them share a word, its lower and its upper half. Word p of place i is fmix32(w_i + p g), where fmix32(w_i) is
-    word i of `random_bits` and g the odd number next to 2^32 over the golden ratio. So a rounding costs about a third
-    of a hash, and each word can be computed by itself.
+    word i of `random_bits` and g the odd number next to 2^32 over the golden ratio. So a rounding costs half a hash,
+    and each word can be computed by itself.
     """
     start, made = _start(key, _place(shape)), []
     for pair in range(-(-count // 2)):

@@ -1,7 +1,8 @@
 """Norms that neither overflow, nor underflow, nor meet a NaN, at the price of a plain reduction.
 
 On CPU a reduction over `where(isfinite(x), x, 0)` takes ten times as long as one over x. The finite case is therefore
-tested apart (`backend.all_finite`), and the slow form stands behind a `lax.cond` that is hardly ever taken.
+tested apart (`backend.all_finite`), and the slow form stands behind a `lax.cond` that is hardly ever taken. On
+accelerators arithmetic costs nothing beside reading x, and a condition does: there nothing is tested.
 """
 
 import math
@@ -17,7 +18,7 @@ from jaxcomp.floats import exponent_of, power_of_two
 __all__ = ["block_norms", "max_abs", "room"]
 
 Array = jax.Array
-MARGIN = 2.0**40  # a sum of squares of so many times the least normal number has lost nothing that counts
+MARGIN = 2.0**40  # of a sum of m squares that is so many least normal numbers at most the m 2^-40-th part was lost
 
 
 def max_abs(rows: Array) -> Array:
@@ -43,13 +44,12 @@ def block_norms(rows: Array, order: float) -> Array:
     """Norm of each row, of its finite entries.
 
     Args:
-        rows: float[b, m].
+        rows: f32 or f64[b, m].
         order: 2 or inf.
 
     Returns:
-        float[b]. Entries are scaled by the power of two of the largest before they are squared,
-        so that squares neither overflow nor vanish. A norm beyond the largest number of the dtype
-        saturates; a row without a normal number has norm zero.
+        float[b]. Where squares of the entries would overflow or vanish, those of scaled ones are added. A norm beyond
+        the largest number of the dtype saturates; a row without a normal number has norm zero.
 
     >>> print(block_norms(jnp.array([[3.0, 4.0], [0.0, 0.0]]), 2))
     [5. 0.]

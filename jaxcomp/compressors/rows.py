@@ -12,7 +12,6 @@ from jaxcomp.base import Compressor, State, accumulate, advance, for_worker, lef
 
 __all__ = ["Rows", "compress_together", "rows"]
 
-
 Array = jax.Array
 
 
@@ -88,7 +87,7 @@ def rows(one: Compressor) -> Compressor:
 def compress_together(one: Compressor, keys: list[Array], xs: list[Array], state: State) -> list[tuple[Any, Any]]:
     """one.compress(key, x, state) of several vectors of one shape, all at once; the state holds no arrays.
 
-    The payloads are made before anything reads a part of them: their readers would else make each by itself.
+    The payloads are made before anything reads a row of them: each reader of a row would else compute it again.
     """
     # Keys as words: jax_debug_key_reuse takes mapped keys for used ones where workers are mapped, too.
     words, kind = jnp.stack(list(map(jax.random.key_data, keys))), jax.random.key_impl(keys[0])

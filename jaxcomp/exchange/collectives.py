@@ -60,7 +60,9 @@ TPU_LANES = 128
 # the padding crosses the network between slices, too. Entries of 8 bits that share a word lie in four different rows:
 # [n, m] of them has four rows in the place of one.
 TPU_SUBLANES = 8
-IN_ROWS = 2**20  # entries that are gathered in rows of lanes, or XLA would lay them out so, in memory of its own
+# From so many 32-bit entries on a message is gathered in rows of lanes, as narrower ones always are: XLA would lay it
+# out so, in memory of its own.
+IN_ROWS = 2**20
 
 
 def gather(x: Array, axis: Axis) -> Array:

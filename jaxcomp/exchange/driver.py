@@ -466,8 +466,8 @@ def _encoded(request: Mean, mine: tuple[Any, ...]) -> tuple[list[Compressor], li
     """The compressors, and what each makes of the message of its group: payload and local state.
 
     Where another group has the same shape they compress and add up by shared programs; not linear ones, whose
-    arithmetic is little and fused with what is before and after it. Without a state, codes of single entries are made
-    of several such vectors at once (`rows_at_once`), if they are ready together.
+    arithmetic is little and fused with what is before and after it. Those that code each entry by itself, without a
+    state, compress several at once (`rows_at_once`).
     """
     alike: dict[Any, list[int]] = {}
     for i, (c, x) in enumerate(zip(request.compressors, request.message, strict=True)):
@@ -491,7 +491,7 @@ def _encoded(request: Mean, mine: tuple[Any, ...]) -> tuple[list[Compressor], li
 
 
 def _stacks(request: Mean, numbers: list[int]) -> list[list[int]]:
-    """Groups, of equal vectors, that are compressed together."""
+    """Groups, of equal vectors, that are compressed together: of one bucket, as others come later, and of one type."""
     ready: dict[Any, list[int]] = {}
     for i in numbers:
         ready.setdefault((request.groups[i].bucket, frozenset(varying_axes(request.message[i]))), []).append(i)
