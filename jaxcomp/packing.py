@@ -9,11 +9,13 @@ after the other, which may be cut out. The width can be read off the shape: thes
 Within a group, code i occupies bits [i*w, (i+1)*w) of the 32*w bits, least significant first.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxcomp.backend import computed_once, form, lanes, materialized, of_columns, to_columns
@@ -178,11 +180,8 @@ class Pairs(Places):
         return self._even_and_odd(self.spread(each))
 
     def unpack(self, words: Array) -> Array:
-        """The same. Shifts come from the number of each entry: an array of them alone would be read by all leaves, and
-        XLA would join their loops for it, in one that no registers hold.
-        """
-        number = lax.iota(U32, 1024 * self.tiles).reshape(self.whole)
-        codes = words.reshape(self.tiles, self.width, 1, TILE) >> (number // TILE % self.count * U32(self.width))
+        """The same."""
+        codes = words.reshape(self.tiles, self.width, 1, TILE) >> _offsets(self.whole)
         return codes & U32((1 << self.width) - 1)
 
     def pack(self, codes: list[Array]) -> Array:
@@ -293,15 +292,16 @@ def unpack(words: Array, size: int) -> Array:
         tile = tile_of(groups, width)
         if groups and _in_lanes(tile, width):
             return _unpacked_in_lanes(words, width)[:size]
-        shifts = jnp.arange(0, 32, width, dtype=U32)[None, None, :, None]
-        codes = words.reshape(groups // tile, width, 1, tile) >> shifts
+        shape = groups // tile, width, 32 // width, tile
+        few = lambda: jnp.arange(0, 32, width, dtype=U32)[None, None, :, None]
+        codes = words.reshape(groups // tile, width, 1, tile) >> form(few, few, lambda: _offsets(shape))()
         return (codes & U32((1 << width) - 1) if width < 32 else codes).reshape(-1)[:size]
-    start = jnp.arange(32) * width
-    row, shift = start // 32, (start % 32).astype(U32)[:, None]
+    start = np.arange(32) * width
+    row, shift = start // 32, (start % 32).astype(np.uint32)[:, None]
     low = words[row] >> shift
     # A code that straddles two words takes its high bits from the next one. A shift by 32 is
     # undefined, so codes that start at bit 0 are masked out instead.
-    high = jnp.where(shift == 0, U32(0), words[jnp.minimum(row + 1, width - 1)] << ((U32(32) - shift) % U32(32)))
+    high = jnp.where(shift == 0, U32(0), words[np.minimum(row + 1, width - 1)] << ((32 - shift) % np.uint32(32)))
     return ((low | high) & U32((1 << width) - 1)).reshape(-1)[:size]
 
 
@@ -335,6 +335,15 @@ def _unpacked_in_lanes(words: Array, width: int) -> Array:
 def _narrow(codes: Array, width: int) -> Array:
     """Casts codes to the narrowest unsigned integers that hold `width` bits."""
     return codes.astype(jnp.uint8 if width <= 8 else jnp.uint16 if width <= 16 else U32)
+
+
+def _offsets(shape: tuple[int, int, int, int]) -> Array:
+    """Bit offsets, within its word, of each entry [tiles, w, 32 / w, groups]. Of the number of each entry: an array of
+    the offsets alone would be read by all leaves, and XLA for GPUs would join their loops for it, in one that no
+    registers hold.
+    """
+    number = lax.iota(U32, math.prod(shape)).reshape(shape)
+    return number // shape[3] % shape[2] * U32(shape[1])
 
 
 def _check_width(width: int) -> None:
