@@ -1,4 +1,5 @@
-"""Bytes a parameter that a step of the exchange holds: its state between steps, and its peak, by method and by route.
+"""Bytes a parameter that a step of the exchange holds: its state between steps, and its peak, by method and by route;
+and the seconds that it takes to trace and compile.
 
 One update of a GPT's tree, compiled for four H100 and for four chips of a TPU v5e and not run. The peak is all of a
 device: gradients in f32 (4 bytes), the state, which is donated, the direction (4 bytes), and temporary arrays, among
@@ -48,11 +49,15 @@ CASES: dict[str, Case] = {
     "dithering(7)": Case(lambda: jc.direct(jc.dithering(7))),
     "dithering(7), two shots": Case(lambda: jc.direct(jc.dithering(7)), "two_shot"),
     "diana(dithering(7))": Case(lambda: jc.diana(jc.dithering(7))),
+    "natural": Case(lambda: jc.direct(jc.natural())),
+    "eden(4)": Case(lambda: jc.direct(jc.eden(4))),
     "error_feedback(top_k)": Case(_feedback(TOP_K)),
     "error_feedback(top_k), memory bfloat16": Case(_feedback(TOP_K, "bfloat16")),
     "error_feedback(top_k), memory int8": Case(_feedback(TOP_K, "int8")),
     "error_feedback(sidco)": Case(_feedback(lambda: jc.sidco(0.001))),
     "error_feedback(int4)": Case(_feedback(INT4)),
+    "error_feedback(nvfp4)": Case(_feedback(lambda: jc.block_scaled("nvfp4"))),
+    "error_feedback(skcompress)": Case(_feedback(lambda: jc.skcompress(TOP_K()))),
     "error_feedback(int4), buckets of 16 MB": Case(_feedback(INT4), options=BUCKETS),
     "error_feedback(int4), two shots": Case(_feedback(INT4), "two_shot"),
     "error_feedback(int4), memory bfloat16": Case(_feedback(INT4, "bfloat16")),
@@ -70,10 +75,10 @@ CASES: dict[str, Case] = {
 }
 
 
-def row_of(name: str, layers: int, width: int) -> dict[str, Any]:
+def row_of(name: str, layers: int, width: int, labels: Sequence[str]) -> dict[str, Any]:
     case, like = CASES[name], gpt_like(layers, width)
     row: dict[str, Any] = {"case": name}
-    for label, target in TARGETS.items():
+    for label, target in ((label, TARGETS[label]) for label in labels):
         mesh = targets.mesh_on(targets.described(target), {"data": WORKERS})
         each = lambda n: n / num_entries(like)
         try:
@@ -85,6 +90,7 @@ def row_of(name: str, layers: int, width: int) -> dict[str, Any]:
             continue
         held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state))
         row |= {"state": each(held), f"{label} peak": each(program.peak), f"{label} temporary": each(program.memory)}
+        row[f"{label} seconds"] = program.seconds
         row.setdefault("sent", each(program.ledger.total_bytes))
     return row
 
@@ -93,12 +99,11 @@ def _shown(key: str) -> Callable[[dict[str, Any]], str]:
     return lambda row: f"{row[key]:.2f}" if key in row else "error"
 
 
-COLUMNS: Columns = {
-    "method": "{case}",
-    "state": _shown("state"),
-    "sent": _shown("sent"),
-    **{f"{label}, {what}": _shown(f"{label} {what}") for label in TARGETS for what in ("peak", "temporary")},
-}
+def _columns(labels: Sequence[str]) -> Columns:
+    each = {
+        f"{label}, {what}": _shown(f"{label} {what}") for label in labels for what in ("peak", "temporary", "seconds")
+    }
+    return {"method": "{case}", "state": _shown("state"), "sent": _shown("sent"), **each}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -106,23 +111,25 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--only", nargs="+", default=None, metavar="WORD", help="methods whose name contains one of these")
     p.add_argument("--layers", type=at_least(1), default=4, help="of the GPT")
     p.add_argument("--width", type=at_least(64), default=1024, help="of its layers")
+    p.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS), help="which of the two")
     run = Run(p, arguments, "bench-memory")
     o = run.options
-    for target in TARGETS.values():
+    for label in o.target:
+        target = TARGETS[label]
         if package := targets.lacks(target):
             raise UserError(f"bench memory needs the package {package}; in a clone: pip install '.[accelerators]'")
     names = chosen(CASES, o.only, "--only")
-    rows = run.rows_of(names, str, lambda name: row_of(name, o.layers, o.width))
+    rows = run.rows_of(names, str, lambda name: row_of(name, o.layers, o.width, o.target))
     run.keep(rows)
     like = gpt_like(o.layers, o.width)
     notes = (
         f"{num_entries(like):,} parameters in {len(jax.tree.leaves(like))} leaves, {WORKERS} workers, ratio 0.001; JAX "
         f"{jax.__version__}. sent: by a device in a step. Peak: gradients and direction (8 bytes), state, and what is "
-        "temporary."
+        "temporary. Seconds: to trace and compile, on this machine."
     )
-    run.table("Bytes a parameter of a device", COLUMNS, rows, notes)
+    run.table("Bytes a parameter of a device", _columns(o.target), rows, notes)
     for row in rows:
-        for label in TARGETS:
+        for label in o.target:
             if f"{label} error" in row:
                 run.say(f"{row['case']}, {label}: {row[f'{label} error']}")
     return run.status

@@ -472,7 +472,7 @@ def _encoded(request: Mean, mine: tuple[Any, ...]) -> tuple[list[Compressor], li
     alike: dict[Any, list[int]] = {}
     for i, (c, x) in enumerate(zip(request.compressors, request.message, strict=True)):
         alike.setdefault((id(c), x.shape, x.dtype), []).append(i)
-    programs, encoded = list(request.compressors), [None] * len(mine)
+    programs, encoded = list(request.compressors), {}
     states = [State(state.local, shared) for state, shared in zip(request.states, mine, strict=True)]
     for numbers in alike.values():
         c, stacks = programs[numbers[0]], [[i] for i in numbers]
@@ -484,10 +484,10 @@ def _encoded(request: Mean, mine: tuple[Any, ...]) -> tuple[list[Compressor], li
         for stack in stacks:
             keys, xs = ([each[i] for i in stack] for each in (request.keys, request.message))
             state = states[stack[0]]
-            made = [c.compress(*keys, *xs, state)] if len(stack) == 1 else compress_together(c, keys, xs, state)
+            made = [c.compress(keys[0], xs[0], state)] if len(stack) == 1 else compress_together(c, keys, xs, state)
             for i, one in zip(stack, made, strict=True):
                 programs[i], encoded[i] = c, one
-    return programs, encoded
+    return programs, [encoded[i] for i in range(len(mine))]
 
 
 def _stacks(request: Mean, numbers: list[int]) -> list[list[int]]:
