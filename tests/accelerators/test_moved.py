@@ -116,6 +116,25 @@ def test_a_step_on_many_leaves_holds_few_gradients_on_a_tpu(name):
     assert step_on("v5e:2x2", make(), like).memory / 4 / num_entries(like) <= most
 
 
+def equal_leaves(count, size):
+    return {f"w{i}": jax.ShapeDtypeStruct((size,), jnp.float32) for i in range(count)}
+
+
+CODED = {
+    "long leaves": (gpt_like(4, 1024), STEPS["int4"][0], 0.6),
+    "32 short ones": (equal_leaves(32, 2**17), STEPS["int4"][0], 1.65),
+    "10 below 2^18": (equal_leaves(10, 2**18 - 1), STEPS["int4"][0], 0.7),
+    "shifts": (gpt_like(4, 1024), lambda: jc.diana(jc.dithering(7)), 0.2),
+}
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_leaves_of_any_length_are_decoded_in_little_memory_on_a_gpu(name):
+    """At most as one vector: gathered entry by entry, short leaves held two to four gradients more."""
+    like, make, most = CODED[name]
+    assert step_on("h100", make(), like).memory / 4 / num_entries(like) <= most
+
+
 # Bytes a parameter that a device holds between steps: a row of 8 bits would be padded to four rows.
 @pytest.mark.parametrize(("kind", "most"), [("int8", 1.1), ("bfloat16", 2.1), ("float32", 4.1)])
 def test_a_narrow_memory_is_narrow_on_a_tpu(kind, most):
