@@ -204,17 +204,12 @@ def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> T
 
 
 def step_in_place(tree: Tree, step: Any, change: Tree) -> Tree:
-    """tree + step change, saturated, in the place of the tree.
-
-    XLA for GPUs writes it in one loop with what is computed of it, if it is not held back by `in_place`. A narrow
-    result is: what is computed of it must not be of a sum that is not rounded yet.
+    """tree + step change, saturated, in the place of the tree. XLA for GPUs writes it in one loop with what is computed
+    of it, where `in_place` does not stand between them; with narrow ones it must: their sum is rounded there.
     """
-
-    def one(h: Array, m: Array) -> Array:
-        added = lambda h, m: bounded(h + jnp.asarray(step, h.dtype) * m)
-        return added(h, m) if platform() == "gpu" and h.dtype.itemsize >= 4 else in_place(added, h, m)
-
-    return jax.tree.map(one, tree, change)
+    one = lambda h, m: bounded(h + jnp.asarray(step, h.dtype) * m)
+    is_free = lambda h: platform() == "gpu" and h.dtype.itemsize >= 4
+    return jax.tree.map(lambda h, m: one(h, m) if is_free(h) else in_place(one, h, m), tree, change)
 
 
 def shared_program(function: Callable[..., Tree]) -> Callable[..., Tree]:
@@ -268,9 +263,8 @@ SORTED = 2**22  # entries of rows that a TPU sorts at once
 
 
 def rows_at_once() -> int:
-    """How many equal vectors are compressed as one stack. XLA for GPUs takes long to compile each loop, and a loop that
-    reads the stack reads the vectors: sixteen, each of which may be a difference of two, fit below `OPERANDS`. Other
-    backends would write the stack.
+    """How many equal vectors are compressed as one stack, to compile fewer loops. On GPUs what reads the stack reads
+    the vectors: sixteen differences of two arrays are below `OPERANDS`. Other backends would write the stack.
     """
     return 16 if platform() == "gpu" else 1
 
@@ -390,7 +384,7 @@ def cut_apart(vector: "Array | SparseSum", sizes: Sequence[int]) -> list[Array]:
 
 
 APART = 256  # leaves that are decoded by themselves; each is a kernel to start, each other size one to compile
-FEW_ENTRIES = 32  # so many times fewer entries than the vector are cheap to gather
+FEW_ENTRIES = 32  # what has so many times fewer entries than the vector is gathered
 
 
 def is_apart(size: int, sizes: Sequence[int]) -> bool:
@@ -412,10 +406,8 @@ def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Seque
     small = [i for i in range(len(sizes)) if i not in large]
     starts, decode, pieces = np.asarray(backend_cpu.starts_of(sizes)), jax.jit(decode), {}
     gathered = bool(large) and FEW_ENTRIES * sum(sizes[i] for i in small) <= sum(sizes)
-    runs = [[i] for i in sorted(large)]
-    if not gathered:
-        parts = itertools.groupby(range(len(sizes)), lambda i: i if i in large else -1)
-        runs = [list(numbers) for _, numbers in parts]
+    runs = [list(run) for _, run in itertools.groupby(range(len(sizes)), lambda i: i if i in large else -1)]
+    runs = [run for run in runs if run[0] in large] if gathered else runs
     begins = materialized([jnp.asarray(starts[run[0]], jnp.int32) for run in runs])
     for run, begin in zip(runs, begins, strict=True):
         messages, own = seen_anew(messages), [sizes[i] for i in run]

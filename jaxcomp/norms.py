@@ -64,7 +64,7 @@ def _norms_on_cpu(rows: Array) -> Array:
     info = jnp.finfo(rows.dtype)
     squares = jnp.sum(jnp.square(rows), axis=-1)
     plain = jnp.all((squares > info.tiny * MARGIN) & (squares < info.max))
-    return lax.cond(plain, lambda _, squares: jnp.sqrt(squares), lambda rows, _: _scaled_norms(rows, 2), rows, squares)
+    return fast_if(plain, lambda _, squares: jnp.sqrt(squares), lambda rows, _: _scaled_norms(rows, 2), rows, squares)
 
 
 def _norms_in_three_scales(rows: Array) -> Array:

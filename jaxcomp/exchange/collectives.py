@@ -60,9 +60,7 @@ TPU_LANES = 128
 # the padding crosses the network between slices, too. Entries of 8 bits that share a word lie in four different rows:
 # [n, m] of them has four rows in the place of one.
 TPU_SUBLANES = 8
-# From so many 32-bit entries on a message is gathered in rows of lanes, as narrower ones always are: XLA would lay it
-# out so, in memory of its own.
-IN_ROWS = 2**20
+IN_ROWS = 2**20  # 32-bit entries from which on XLA would lay a message out in rows, as it does all narrower ones
 
 
 def gather(x: Array, axis: Axis) -> Array:
