@@ -293,7 +293,7 @@ def unpack(words: Array, size: int) -> Array:
         if groups and _in_lanes(tile, width):
             return _unpacked_in_lanes(words, width)[:size]
         shape = groups // tile, width, 32 // width, tile
-        few = lambda _: jnp.arange(0, 32, width, dtype=U32)[:, None]
+        few = lambda _: jnp.arange(0, 32, width, dtype=U32)[None, None, :, None]
         codes = words.reshape(groups // tile, width, 1, tile) >> form(few, few, _offsets)(shape)
         return (codes & U32((1 << width) - 1) if width < 32 else codes).reshape(-1)[:size]
     start = np.arange(32) * width
