@@ -140,7 +140,7 @@ class Places(NamedTuple):
         return each.reshape(*self.whole[:3], each.shape[0] // (TILE * self.tiles))
 
     def slices(self, each: Array) -> list[Array]:
-        """[count] slices of the same; a number for all entries is in each."""
+        """[count] slices of a number for each entry, each 32 entries, or all; one for all is in each."""
         each = self.spread(each)
         return [each[:, :, min(i, each.shape[2] - 1)] for i in range(self.count)]
 
@@ -180,18 +180,18 @@ class Pairs(Places):
         return self._even_and_odd(self.spread(each))
 
     def unpack(self, words: Array) -> Array:
-        """The same."""
+        """uint32[q, w, 32 / w, 32], the codes of `Places.unpack`, shifted by the number of each entry."""
         codes = words.reshape(self.tiles, self.width, 1, TILE) >> _offsets(self.whole)
         return codes & U32((1 << self.width) - 1)
 
     def pack(self, codes: list[Array]) -> Array:
-        """The same, from the codes of both slices: a sum of pairs, in which XLA computes each once."""
+        """uint32[q, w, 32], the words of `Places.pack`: a sum of pairs, in which XLA computes each once."""
         pairs = _in_words(codes, self.width)
         shifts = lax.broadcasted_iota(U32, self.shape, 2) * U32(2 * self.width)
         return jnp.sum(pairs << shifts, axis=2, dtype=U32)
 
     def each(self, code: Callable[..., Array], *numbers: Array) -> list[Array]:
-        """The same: slices of code(*numbers) of all."""
+        """Both slices of code(*numbers) of all entries."""
         return self._even_and_odd(code(*map(self.spread, numbers)))
 
     def halves(self, key: Array) -> list[Array]:
@@ -225,7 +225,7 @@ class Lanes(NamedTuple):
         return each
 
     def slices(self, each: Array) -> list[Array]:
-        """The same, once."""
+        """[1] slice, all entries."""
         return [each]
 
     def each(self, code: Callable[..., Array], *numbers: Array) -> list[Array]:

@@ -221,7 +221,7 @@ def _words(places: Places | Lanes, most: int, x: Array, inverses: tuple[Array, .
 
 
 def _few_words(places: Places | Lanes, most: int, x: Array, inverses: tuple[Array], key: Array) -> Array:
-    """The same of f32 and at most `FEW` levels, in integers, with two thirds of the operations: to fuse them is about
+    """`_words` of f32 and at most `FEW` levels, in integers, with two thirds of the operations: to fuse them is about
     half of what XLA for GPUs does to compile a step.
 
     A float in [128, 256) is a multiple of 2^-16, so adding 128 rounds a position to one, and the last bits are that

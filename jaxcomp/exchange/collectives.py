@@ -70,35 +70,43 @@ def gather(x: Array, axis: Axis) -> Array:
     spec P() accepts; under vmap and pmap that form is refused, and the plain one is typed so.
     """
     size, lead, width = x.shape[-1], x.shape[:-1], x.dtype.itemsize
-    unit = _gathered_unit(size, width)
-    extra = -size % unit
-    if extra:
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, extra)])
-    if unit >= TPU_LANES and size and (width < 4 or size >= IN_ROWS):
+    whole = gathered_size(size, width)
+    if whole > size:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, whole - size)])
+    if size and platform() == "tpu" and _in_rows(size, width):
         x = x.reshape(*lead, -1, TPU_LANES)
     if set(axis_names(axis)) <= set(varying_axes(x)):
         rows = lax.all_gather(x, axis, to="invarying")
     else:
         rows = lax.all_gather(x, axis)
-    rows = rows if x.shape[:-1] == lead else rows.reshape(-1, *lead, size + extra)
+    rows = rows if x.shape[:-1] == lead else rows.reshape(-1, *lead, whole)
     return rows[..., :size]
 
 
 def gathered_size(size: int, width: int) -> int:
     """How many entries cross in `gather` of so many, of `width` bytes each."""
-    return size + -size % _gathered_unit(size, width)
-
-
-def _gathered_unit(size: int, width: int) -> int:
-    """Returns a divisor of the number of entries, of so many bytes each, that cross in `gather` of so many."""
-    if platform() != "tpu":
-        return 1
-    return TPU_LANES * max(1, 4 // width) * (TPU_SUBLANES if size >= IN_ROWS else 1)
+    return _filled(size, width, _in_rows(size, width))
 
 
 def exchanged_size(size: int, width: int) -> int:
     """How many entries of a row of so many, of `width` bytes each, cross in `all_to_all_rows`."""
-    return size + -size % _gathered_unit(0, width) if width < 4 else size
+    return _filled(size, width, width < 4)
+
+
+def _in_rows(size: int, width: int) -> bool:
+    """Whether so many entries cross between TPUs as rows of 128."""
+    return width < 4 or size >= IN_ROWS
+
+
+def _filled(size: int, width: int, in_rows: bool) -> int:
+    """Entries that cross between TPUs for so many: whole lanes, or tiles of eight rows, or one of 1, 2 or 4 rows."""
+    if platform() != "tpu":
+        return size
+    held = -(-size // TPU_LANES)
+    if in_rows and size:
+        held = max(held, 4 // width)  # whole words
+        held += -held % min(TPU_SUBLANES, 1 << (held - 1).bit_length())
+    return TPU_LANES * held
 
 
 def summed_size(arrays: Sequence[Any]) -> int:
@@ -258,7 +266,7 @@ def ragged_all_to_all(words: Array, counts: Sequence[int], axis: Axis) -> Array:
 def all_to_all_rows(rows: Array, axis: Axis) -> Array:
     """Row j goes to worker j: [n, m] by destination becomes [n, m] by origin. Unsigned words only.
 
-    On TPUs each row of narrow words is given a shape that fills tiles.
+    On TPUs each row fills whole tiles, for which narrow words are given a shape.
     """
     # Under vmap, what is equal on all workers would come out with a wrong shape: make it differ by type.
     rows = rows ^ (axis_index(axis) * 0).astype(rows.dtype)
@@ -266,9 +274,10 @@ def all_to_all_rows(rows: Array, axis: Axis) -> Array:
         return _all_to_all_by_permutations(rows, axis)
     exchange = lambda x: lax.all_to_all(x, axis, split_axis=0, concat_axis=0, tiled=True)
     (n, size), width = rows.shape, rows.dtype.itemsize
-    if platform() != "tpu" or width >= 4:
+    if platform() != "tpu":
         return exchange(rows)
-    tiles = jnp.pad(rows, ((0, 0), (0, exchanged_size(size, width) - size))).reshape(n, -1, TPU_LANES)
+    tiles = jnp.pad(rows, ((0, 0), (0, exchanged_size(size, width) - size)))
+    tiles = tiles.reshape(n, -1, TPU_LANES) if width < 4 else tiles
     return exchange(tiles).reshape(n, -1)[:, :size]
 
 
