@@ -143,10 +143,7 @@ def _unit(rows: Array) -> Array:
 
 def _means(rows: Array, codes: Array, real: Array, before: Array) -> Array:
     """Mean of the entries of each bin of each row, [b, count]; what was `before` for empty ones."""
-    means = []
-    for i in range(before.shape[1]):
-        inside = real & (codes == i)
-        size = jnp.sum(inside, axis=1, dtype=rows.dtype)
-        mean = jnp.sum(jnp.where(inside, rows, 0), axis=1) / jnp.maximum(size, 1)
-        means.append(jnp.where(size > 0, mean, before[:, i]))
-    return jnp.stack(means, axis=1)
+    inside = real[:, None] & (codes[:, None] == np.arange(before.shape[1], dtype=np.int32)[None, :, None])
+    sizes = jnp.sum(inside, axis=2, dtype=rows.dtype)
+    sums = jnp.sum(jnp.where(inside, rows[:, None], 0), axis=2)
+    return jnp.where(sizes > 0, sums / jnp.maximum(sizes, 1), before)

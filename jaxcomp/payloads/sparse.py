@@ -80,12 +80,12 @@ def _extent(payload: Sparse) -> tuple[Array, Entries]:
     xp, capacity = namespace(indices), indices.shape[-1]
     place, last = xp.arange(capacity, dtype=xp.int32), indices[-1]
     padding = indices == last
-    stop = xp.argmax(padding).astype(xp.int32) + 1
-    whole = xp.sum(padding, dtype=xp.int32) != capacity - stop + 1
+    first = xp.min(xp.where(padding, place, capacity)).astype(xp.int32)
+    stop, whole = first + 1, xp.sum(padding, dtype=xp.int32) != capacity - first
     spare: Array = True
     if hasattr(values, "dtype"):
         filled = _not_zero(values)
-        whole |= xp.any((place >= stop) & filled)
+        whole |= xp.max(xp.where(filled, place, -1)) > first
         stop = xp.where(whole, capacity, stop)
         spare = ~filled[stop - 1]
     stop = xp.where(whole, capacity, stop)
