@@ -180,8 +180,8 @@ def _word_of_rank(words: Array, block: Array, left: Array) -> tuple[Array, Array
 def _word_of_rank_at_once(words: Array, block: Array, left: Array) -> tuple[Array, Array, Array]:
     """`_word_of_rank` for GPUs: XLA takes a third of a second to fuse sixteen words, one after the other."""
     fan = words.shape[1]
-    if fan == 1:
-        return words[block, 0], block, left
+    if fan <= 4:
+        return _word_of_rank(words, block, left)
     ends = _ends(lax.population_count(words[block]).astype(I32))
     passed = ends <= left[:, None]
     place = fan * block + jnp.minimum(jnp.sum(passed, axis=1, dtype=I32), fan - 1)
