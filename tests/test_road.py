@@ -80,12 +80,12 @@ ROADS = {
     "error_feedback(top_k)": (
         jc.error_feedback(jc.top_k(0.01)),
         ["algorithms/error_feedback.py", "compressors/sparsify.py", "select.py", "exchange/routes/auto.py"],
-        Walk([""] * 19, 247, 220, 465),
+        Walk([""] * 19, 247, 219, 463),
     ),
     "direct(identity)": (
         jc.direct(jc.identity()),
         ["algorithms/direct.py", "compressors/dense.py", "exchange/routes/auto.py", "exchange/routes/route.py"],
-        Walk([""] * 16, 184, 131, 345),
+        Walk([""] * 16, 182, 130, 341),
     ),
 }
 

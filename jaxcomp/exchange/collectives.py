@@ -73,7 +73,7 @@ def gather(x: Array, axis: Axis) -> Array:
     whole = gathered_size(size, width)
     if whole > size:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, whole - size)])
-    if size and platform() == "tpu" and _in_rows(size, width):
+    if size and (width < 4 or size >= IN_ROWS) and platform() == "tpu":
         x = x.reshape(*lead, -1, TPU_LANES)
     if set(axis_names(axis)) <= set(varying_axes(x)):
         rows = lax.all_gather(x, axis, to="invarying")
@@ -85,17 +85,12 @@ def gather(x: Array, axis: Axis) -> Array:
 
 def gathered_size(size: int, width: int) -> int:
     """How many entries cross in `gather` of so many, of `width` bytes each."""
-    return _filled(size, width, _in_rows(size, width))
+    return _filled(size, width, width < 4 or size >= IN_ROWS)
 
 
 def exchanged_size(size: int, width: int) -> int:
     """How many entries of a row of so many, of `width` bytes each, cross in `all_to_all_rows`."""
     return _filled(size, width, width < 4)
-
-
-def _in_rows(size: int, width: int) -> bool:
-    """Whether so many entries cross between TPUs as rows of 128."""
-    return width < 4 or size >= IN_ROWS
 
 
 def _filled(size: int, width: int, in_rows: bool) -> int:
@@ -617,19 +612,35 @@ def all_sum(
         exact: nothing is rounded to less than `wide`.
         wide: f32 or f64, in which narrow floats are added.
     """
+    return summed(tree, axis, weights, replicas, buckets, exact, wide, share)[0]
+
+
+def summed(
+    tree: Any,
+    axis: Axis,
+    weights: Array | None = None,
+    replicas: tuple[str, ...] = (),
+    buckets: Sequence[int] | None = None,
+    exact: bool = False,
+    wide: Any = jnp.float32,
+    share: float = 1.0,
+) -> tuple[Any, float]:
+    """`all_sum`, and the bytes that a device sends for it (`sum_bytes`)."""
     if not axis:
-        return tree if weights is None else jax.tree.map(lambda a: weighted(a, weights[0]), tree)
+        return tree if weights is None else jax.tree.map(lambda a: weighted(a, weights[0]), tree), 0.0
     leaves, structure = jax.tree.flatten(varying(tree, axis))
     mine = weights[axis_index(axis)] if weights is not None else jnp.asarray(share, wide) if share != 1 else None
-    summed: list[Any] = [None] * len(leaves)
+    workers, devices = axis_size(axis), axis_size(replicas)
+    sums, sent = [None] * len(leaves), 0.0
     before: Any = None
     for lane in sum_lanes(leaves, buckets):
         parts = [leaves[i] for i in lane.places]
         parts = parts if buckets is None else _after(parts, before)
         narrow = _is_narrow(lane)
+        sent += _bytes_summed(lane, parts, workers, devices, exact, wide)
         if lane.size == 0:
             totals = [jnp.zeros(part.shape, wide if narrow else lane.dtype) for part in parts]
-        elif not narrow and (not replicas or axis_size(replicas) == 1):
+        elif not narrow and devices == 1:
             totals = sum_arrays([weighted(part, mine) for part in parts], axis)
         else:
             if narrow:  # as words, which XLA for CPU moves as they are: numbers of 16 bits it would widen before
@@ -641,29 +652,14 @@ def all_sum(
                 _shared_out(_pack(lane, dict(zip(lane.places, parts, strict=True))), replicas, add), lane.sizes
             )
             if narrow:
-                scale = axis_size(axis) * share if weights is None else 1
+                scale = workers * share if weights is None else 1
                 numbers = lambda words: lax.bitcast_convert_type(words, wide if exact else kind)  # noqa: B023
                 pieces = [numbers(piece).astype(wide) * scale for piece in pieces]
             totals = [piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)]
         before = totals if lane.size else before
         for i, total in zip(lane.places, totals, strict=True):
-            summed[i] = total
-    return jax.tree.unflatten(structure, summed)
-
-
-def summed(
-    payload: Any,
-    axis: Axis,
-    weights: Array | None = None,
-    replicas: tuple[str, ...] = (),
-    buckets: Sequence[int] | None = None,
-    exact: bool = False,
-    wide: Any = jnp.float32,
-    share: float = 1.0,
-) -> tuple[Any, float]:
-    """`all_sum` of a payload, and the bytes that a device sends for it."""
-    total = all_sum(payload, axis, weights, replicas, buckets, exact, wide, share)
-    return total, sum_bytes(payload, axis, replicas, buckets, exact, wide)
+            sums[i] = total
+    return jax.tree.unflatten(structure, sums), sent
 
 
 def sum_bytes(
@@ -674,25 +670,29 @@ def sum_bytes(
     exact: bool = False,
     wide: Any = jnp.float32,
 ) -> float:
-    """Bytes that a device sends in `all_sum`: (n - 1) / n of its part twice; r replicas then send the sum r - 1 times.
+    """Bytes that a device sends in `all_sum`."""
+    workers, devices, leaves, sent = axis_size(axis), axis_size(replicas), jax.tree.leaves(tree), 0.0
+    for lane in sum_lanes(tree, buckets):
+        sent += _bytes_summed(lane, [leaves[i] for i in lane.places], workers, devices, exact, wide)
+    return sent
+
+
+def _bytes_summed(lane: Lane, parts: Sequence[Any], workers: int, devices: int, exact: bool, wide: Any) -> float:
+    """(n - 1) / n of a device's part of the lane twice; r replicas then send the sum r - 1 times.
 
     Exact sums of narrow floats are `wide`, and so replicas send each other these.
     """
-    workers, devices, whole = axis_size(axis), axis_size(replicas), jnp.dtype(wide).itemsize
-    leaves, sent = jax.tree.leaves(tree), 0.0
-    for lane in sum_lanes(tree, buckets):
-        part = -(-lane.size // devices)
-        if _is_narrow(lane):
-            chunk, width = -(-part // workers), whole if exact else lane.width
-            row = exchanged_size(chunk, lane.width) * lane.width
-            sent += (workers - 1) * (row + gathered_size(chunk, width) * width)
-        else:
-            width, one = lane.width, [jax.ShapeDtypeStruct((part,), lane.dtype)]
-            added = summed_size([leaves[i] for i in lane.places] if devices == 1 else one)
-            sent += 2 * (workers - 1) / workers * added * width
-        if devices > 1:
-            sent += (devices - 1) * gathered_size(part, width) * width
-    return sent
+    if not lane.size:
+        return 0.0
+    part, width = -(-lane.size // devices), lane.width
+    if _is_narrow(lane):
+        chunk, width = -(-part // workers), jnp.dtype(wide).itemsize if exact else width
+        row = exchanged_size(chunk, lane.width) * lane.width
+        sent = (workers - 1) * (row + gathered_size(chunk, width) * width)
+    else:
+        added = summed_size(parts if devices == 1 else [jax.ShapeDtypeStruct((part,), lane.dtype)])
+        sent = 2 * (workers - 1) / workers * added * width
+    return float(sent + ((devices - 1) * gathered_size(part, width) * width if devices > 1 else 0))
 
 
 def _is_narrow(lane: Lane) -> bool:
