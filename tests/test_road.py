@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from worlds import AXIS
 
@@ -98,6 +99,30 @@ def test_the_walk_of_one_update(name):
     assert [file for file in walk.files if file in road] == road
     found = Walk([""] * len(walk.files), *walk[1:])
     assert all(a <= b for a, b in zip((len(found.files), *found[1:]), (len(most.files), *most[1:]), strict=True)), walk
+
+
+def gradients_of(algorithm):
+    """One step of `value_and_grad` on a mesh, whose state has been made, and the shapes of its arguments."""
+    mesh = jax.make_mesh((1,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    loss = lambda params, x: jnp.mean((x @ params["w"] + params["b"]) ** 2) + jnp.sum(params["v"] ** 2)
+    grad_fn = jc.value_and_grad(loss, algorithm, mesh, AXIS, gradients="per_worker")
+    return grad_fn, TREE, grad_fn.init(TREE), jax.ShapeDtypeStruct((8, 64), jnp.float32)
+
+
+def local_updates_of(algorithm):
+    """One step of `local_updates` among workers under vmap, and the shapes of its arguments."""
+    tx = jc.local_updates(optax.sgd(0.1, 0.9), optax.sgd(0.7), algorithm, AXIS, every=4)
+    state, axes = jc.init_state(tx, TREE, WORKERS, AXIS)
+    own = jax.tree.map(lambda x: jax.ShapeDtypeStruct((WORKERS, *x.shape), x.dtype), TREE)
+    return jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS), own, state, own
+
+
+@pytest.mark.parametrize(("made", "most"), [(gradients_of, 26), (local_updates_of, 23)])
+def test_the_files_of_what_is_built_on_it(made, most):
+    algorithm, middle, _ = ROADS["error_feedback(top_k)"]
+    files = walked(*made(algorithm)).files
+    assert [file for file in files if file in middle] == middle
+    assert len(files) <= most, files
 
 
 def test_the_platform_is_asked_in_two_files():

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp.backend import form
 from jaxcomp.floats import exponent_of, power_of_two
 
 __all__ = ["Splits", "bucket_of", "means", "of_product", "signed_splits", "sort_floats"]
@@ -83,7 +84,8 @@ def signed_splits(ordered: Array, n: Array, buckets: int, groups: int, power: fl
         def place_of(zero):
             part = lambda i, q: i.astype(ends.dtype) / jnp.maximum(q, 1).astype(ends.dtype)
             goal = jnp.where(j < zero, left * part(j, zero), left + (total - left) * part(j - zero, buckets - zero))
-            place = jnp.searchsorted(ends - weights / 2, goal).astype(I32)
+            search = lambda method: lambda ends, goal: jnp.searchsorted(ends, goal, method=method)
+            place = form(search("compare_all"), search("scan"))(ends - weights / 2, goal).astype(I32)
             return jnp.where(j < zero, jnp.minimum(place, below), jnp.clip(place, below, n))
 
     negative = jnp.clip(negative, jnp.minimum(below, 1), groups - jnp.minimum(n - below, 1))

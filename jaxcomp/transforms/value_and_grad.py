@@ -315,11 +315,18 @@ def value_and_grad(
         raise ValueError(f'value_and_grad: gradients must be "auto", "per_worker" or "unreduced"; got {gradients!r}')
     options: dict[str, Any] = {"seed": seed, "measure": measure, "link": link, "bucket_bytes": bucket_bytes}
 
-    def transform(sharded: Any) -> Any:
-        if sharded is _NO_AXIS:
+    @functools.cache
+    def built(specs: tuple[Any, ...], structure: Any) -> Any:
+        if specs == (_NO_AXIS,):
             last = algorithm if not isinstance(axis_name, Mapping) else list(axis_name.values())[-1]
             return compressed_mean(last, None, via, **options)
+        sharded = jax.tree.unflatten(structure, specs)
         return compressed_mean(algorithm, axis_name, via, weights, sharded=sharded, **options)
+
+    def transform(sharded: Any) -> Any:
+        """The exchange of parameters that are cut so: built once, not in each trace."""
+        specs, structure = jax.tree.flatten(sharded)
+        return built(tuple(specs), structure)
 
     transform(None)  # says what else does not fit while it is built
     return ValueAndGrad(how, transform, mesh, names_of(axis_name), wrt, param_specs, gradients)
