@@ -586,33 +586,9 @@ def all_to_all_bytes(tree: Any, axis: Axis, replicas: tuple[str, ...] = ()) -> f
 # Sums
 
 
-def all_sum(
-    tree: Any,
-    axis: Axis,
-    weights: Array | None = None,
-    replicas: tuple[str, ...] = (),
-    buckets: Sequence[int] | None = None,
-    exact: bool = False,
-    wide: Any = jnp.float32,
-    share: float = 1.0,
-) -> Any:
-    """sum_j weights_j x_j over the workers of each float array, equal on all of them.
-
-    f32 and f64 use one all-reduce. Narrow floats (16 bits) would be added in their own precision, or be widened on the
-    wire, depending on the backend; they are summed in two steps instead: every worker gets one n-th of the entries from
-    all (all-to-all), adds them in `wide`, rounds once, and sends its part to all (all-gather): the same bytes as an
-    all-reduce of 16 bits. What is rounded is the mean, so it cannot overflow; the sum comes out in `wide`. Algorithms
-    with a memory of what was sent need the unrounded sum: with `exact` the second step brings the mean in `wide`.
-
-    Args:
-        tree: this worker's arrays.
-        axis: mapped axis, or None.
-        weights: [n], of all workers, with sum one; None for `share`, a power of two, for each.
-        replicas, buckets: as for `all_gather`.
-        exact: nothing is rounded to less than `wide`.
-        wide: f32 or f64, in which narrow floats are added.
-    """
-    return summed(tree, axis, weights, replicas, buckets, exact, wide, share)[0]
+def all_sum(tree: Any, axis: Axis, **options: Any) -> Any:
+    """The sums of `summed`, without the bytes."""
+    return summed(tree, axis, **options)[0]
 
 
 def summed(
@@ -625,13 +601,28 @@ def summed(
     wide: Any = jnp.float32,
     share: float = 1.0,
 ) -> tuple[Any, float]:
-    """`all_sum`, and the bytes that a device sends for it (`sum_bytes`)."""
+    """sum_j weights_j x_j over the workers of each float array, equal on all of them, and the bytes that each sends.
+
+    f32 and f64 use one all-reduce. Narrow floats (16 bits) would be added in their own precision, or be widened on the
+    wire, depending on the backend; they are summed in two steps instead: every worker gets one n-th of the entries from
+    all (all-to-all), adds them in `wide`, rounds once, and sends its part to all (all-gather): the same bytes as an
+    all-reduce of 16 bits. What is rounded is the mean, so it cannot overflow; the sum comes out in `wide`. Algorithms
+    with a memory of what was sent need the unrounded sum: with `exact` the second step brings the mean in `wide`.
+
+    Args:
+        tree: this worker's arrays.
+        axis: mapped axis, or None.
+        weights: [n], of all workers, with sum one; None for `share`, a power of two, for each.
+        replicas, buckets: as for `gathered`.
+        exact: nothing is rounded to less than `wide`.
+        wide: f32 or f64, in which narrow floats are added.
+    """
     if not axis:
         return tree if weights is None else jax.tree.map(lambda a: weighted(a, weights[0]), tree), 0.0
     leaves, structure = jax.tree.flatten(varying(tree, axis))
     mine = weights[axis_index(axis)] if weights is not None else jnp.asarray(share, wide) if share != 1 else None
-    workers, devices = axis_size(axis), axis_size(replicas)
-    sums, sent = [None] * len(leaves), 0.0
+    workers, devices, sent = axis_size(axis), axis_size(replicas), 0.0
+    sums: list[Any] = [None] * len(leaves)
     before: Any = None
     for lane in sum_lanes(leaves, buckets):
         parts = [leaves[i] for i in lane.places]
@@ -670,7 +661,7 @@ def sum_bytes(
     exact: bool = False,
     wide: Any = jnp.float32,
 ) -> float:
-    """Bytes that a device sends in `all_sum`."""
+    """Bytes that a device sends in `summed`."""
     workers, devices, leaves, sent = axis_size(axis), axis_size(replicas), jax.tree.leaves(tree), 0.0
     for lane in sum_lanes(tree, buckets):
         sent += _bytes_summed(lane, [leaves[i] for i in lane.places], workers, devices, exact, wide)
