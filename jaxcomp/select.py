@@ -155,7 +155,7 @@ def indices_of_words(words: Array, capacity: int, size: int) -> tuple[Array, Arr
     of_rank = form(select_cpu.block_of_rank, select_cpu.block_of_rank, on_gpu=_block_of_rank)
     block, start, total = of_rank(counts, capacity)
     rank = lax.iota(I32, capacity)
-    word, place, left = form(_word_of_rank, _word_of_rank, on_gpu=_word_of_rank_at_once)(words, block, rank - start)
+    word, place, left = form(_word_of_rank, _word_of_rank, on_gpu=_word_of_rank_in_two)(words, block, rank - start)
     index = 32 * place + _bit_of_rank(word, left)
     return jnp.where(rank < total, index, size), total
 
@@ -177,15 +177,18 @@ def _word_of_rank(words: Array, block: Array, left: Array) -> tuple[Array, Array
     return word, place, left - before
 
 
-def _word_of_rank_at_once(words: Array, block: Array, left: Array) -> tuple[Array, Array, Array]:
-    """`_word_of_rank` for GPUs: XLA takes a third of a second to fuse sixteen words, one after the other."""
-    fan = words.shape[1]
-    if fan <= 4:
+def _word_of_rank_in_two(words: Array, block: Array, left: Array) -> tuple[Array, Array, Array]:
+    """`_word_of_rank` for GPUs: first the quarter. A walk along all sixteen words takes XLA half a second to fuse."""
+    quarter = words.shape[1] // 4
+    if quarter < 2:
         return _word_of_rank(words, block, left)
-    ends = _ends(lax.population_count(words[block]).astype(I32))
-    passed = ends <= left[:, None]
-    place = fan * block + jnp.minimum(jnp.sum(passed, axis=1, dtype=I32), fan - 1)
-    return words.reshape(-1)[place], place, left - jnp.max(jnp.where(passed, ends, 0), axis=1)
+    counts = jnp.sum(lax.population_count(words[block]).astype(I32).reshape(-1, 4, quarter), axis=2, dtype=I32)
+    number, below, before = jnp.zeros_like(left), jnp.zeros_like(left), jnp.zeros_like(left)
+    for i in range(1, 4):
+        below = below + counts[:, i - 1]
+        later = left >= below
+        number, before = jnp.where(later, i, number), jnp.where(later, below, before)
+    return _word_of_rank(words.reshape(-1, quarter), 4 * block + number, left - before)
 
 
 @functools.partial(jax.jit, static_argnums=1)
