@@ -161,7 +161,7 @@ def test_accelerators_select_the_same(rows, d, k, platform, seed):
 
 
 @pytest.mark.parametrize("platform", ACCELERATORS)
-@pytest.mark.parametrize("d", [31, 4096, 9000])
+@pytest.mark.parametrize("d", [31, 4096, 9000, 100_001])
 def test_accelerators_mark_count_and_find_the_same(d, platform, seed):
     x = jnp.asarray(np.random.default_rng(seed).standard_normal(d).astype(np.float32)).at[3].set(jnp.nan)
 
@@ -169,8 +169,9 @@ def test_accelerators_mark_count_and_find_the_same(d, platform, seed):
         words = words_above(x, jnp.float32(0.7))
         first = first_bits(words, 5)
         excess, _ = excess_above(finite(x), jnp.float32(0.7), jnp.int32(0))
-        above = count_words(words), count_above(x, jnp.float32(0.7))
-        return words, first, *above, indices_of_words(words, d, d), indices_of_words(words, 2, d), excess
+        above, few = (count_words(words), count_above(x, jnp.float32(0.7))), words_above(x, jnp.float32(3.2))
+        places = [indices_of_words(few, capacity, d) for capacity in (100, 190)]  # fewer than ones of 100,001; more
+        return words, first, *above, indices_of_words(words, d, d), indices_of_words(words, 2, d), *places, excess
 
     here, there = jax.jit(run)(x), made_for(platform, run, x)
     jax.tree.map(np.testing.assert_array_equal, here[:-1], there[:-1])
