@@ -250,7 +250,7 @@ def fast_if(condition: Array, fast: Callable[..., Tree], general: Callable[..., 
 def form(
     portable: Callable[..., Tree], on_cpu: Callable[..., Tree], on_gpu: Callable[..., Tree] | None = None
 ) -> Callable[..., Tree]:
-    """The first one, unless there is another in programs for CPUs or for GPUs; all give the same."""
+    """The first one, unless there is another in programs for CPUs or for GPUs; all give the same, up to rounding."""
     return {"cpu": on_cpu, "gpu": on_gpu or portable}.get(platform(), portable)
 
 
@@ -259,14 +259,14 @@ def in_turn(function: Callable[[Tree], Tree], rows: Tree) -> Tree:
     return jax.vmap(function)(rows) if platform() == "gpu" else lax.map(function, rows)
 
 
-SORTED = 2**22  # entries of rows that a TPU sorts at once
-
-
 def rows_at_once() -> int:
     """How many equal vectors are compressed as one stack, to compile fewer loops. On GPUs what reads the stack reads
     the vectors: sixteen differences of two arrays are below `OPERANDS`. Other backends would write the stack.
     """
     return 16 if platform() == "gpu" else 1
+
+
+SORTED = 2**22  # entries of rows that a TPU sorts at once
 
 
 def over_rows(function: Callable[..., Tree], *rows: Tree, length: int) -> Tree:

@@ -104,7 +104,8 @@ class Spec(NamedTuple):
     alpha: d -> alpha with E|C(x) - x|^2 <= (1 - alpha) |x|^2, or None.
     linear: payloads may be added: decompress(p + q) = decompress(p) + decompress(q).
     entrywise: an entry is decoded from few numbers of the payload. So GPUs decode each leaf by itself, add messages by
-        a reduction, code equal vectors together (under vmap), and code again what a narrow memory would have to keep.
+        a reduction, code equal vectors together (under vmap; without a state), and code again what a narrow memory
+        would have to keep.
     selects: C(x) copies some entries of x and zeroes the rest (an orthogonal projection), and
         its payload has a field `values` with the copied entries.
     lifted: for a compressor of trees: how it lays them out, and what compresses each array.

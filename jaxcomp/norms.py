@@ -49,7 +49,8 @@ def block_norms(rows: Array, order: float) -> Array:
 
     Returns:
         float[b]. Where squares of the entries would overflow or vanish, those of scaled ones are added. A norm beyond
-        the largest number of the dtype saturates; a row without a normal number has norm zero.
+        the largest number of the dtype saturates; one that is no normal number is zero, and so is that of a row without
+        a normal number where a backend takes subnormal numbers for zeros (CPUs).
 
     >>> print(block_norms(jnp.array([[3.0, 4.0], [0.0, 0.0]]), 2))
     [5. 0.]
@@ -78,7 +79,7 @@ def _norms_in_three_scales(rows: Array) -> Array:
     dtype, size = rows.dtype, _finite_sizes(rows.astype(wide(rows.dtype)))
     info = jnp.finfo(size.dtype)
     scale, most = 2.0 ** (3 * info.maxexp // 4), 2.0 ** (info.maxexp // 2 - 2)
-    # The minimum keeps XLA from rewriting (x s)^2 as x^2 s^2, and squares of what is not small finite.
+    # The minimum keeps XLA from rewriting (x s)^2 as x^2 s^2. A sum that no row takes may overflow.
     squares = lambda scale: jnp.sum(jnp.square(jnp.minimum(size * jnp.asarray(scale, size.dtype), most)), axis=-1)
     small, plain, large = squares(scale), jnp.sum(jnp.square(size), axis=-1), squares(1 / scale)
     is_small, is_large = plain <= info.tiny * MARGIN, plain >= info.max

@@ -146,7 +146,7 @@ class Places(NamedTuple):
 
     def unpack(self, words: Array) -> Array:
         """uint32[q, w, 32 / w, 32], the codes that `packing.unpack` finds in words [w, G]."""
-        shifts = jnp.arange(0, 32, self.width, dtype=U32)[:, None]
+        shifts = jnp.arange(0, 32, self.width, dtype=U32)[None, None, :, None]
         codes = words.reshape(self.tiles, self.width, 1, TILE) >> shifts
         return codes & U32((1 << self.width) - 1) if self.width < 32 else codes
 
@@ -315,8 +315,8 @@ def _in_lanes(tile: int, width: int) -> bool:
 
 
 def _shifts(width: int) -> Array:
-    """Returns the bit offset of each code within its word, [32 / w, 1, 1]."""
-    return jnp.arange(0, 32, width, dtype=U32)[:, None, None]
+    """Returns the bit offset of each code within its word, [1, 32 / w, 1, 1]."""
+    return jnp.arange(0, 32, width, dtype=U32)[None, :, None, None]
 
 
 def _packed_in_lanes(codes: Array, width: int) -> Array:

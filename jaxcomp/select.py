@@ -96,10 +96,10 @@ def _in_tiles(words: Callable[[Array], Array], mask: Array) -> Array:
 def _words_of_columns(tiles: Array) -> Array:
     """For TPUs, which pad an axis of 32 at the end to 128 lanes: tiles stand there instead."""
     place = lax.iota(U32, 32)
-    below = jnp.sum(materialized(tiles).astype(U32) << place[:, None], axis=1, dtype=U32)  # [tiles, 128]
+    below = jnp.sum(materialized(tiles).astype(U32) << place[None, :, None], axis=1, dtype=U32)  # [tiles, 128]
     entry = below.T.reshape(1, 4, 32, -1)  # of the words of 32 rows; in each bit one of a row
     bits = (entry >> place[:, None, None, None]) & U32(1)
-    words = jnp.sum(bits << place[:, None], axis=2, dtype=U32)  # [32, 4, tiles]
+    words = jnp.sum(bits << place[None, None, :, None], axis=2, dtype=U32)  # [32, 4, tiles]
     return words.reshape(128, -1).T
 
 
@@ -210,7 +210,7 @@ def _descend(counts: Array, rank: Array) -> tuple[Array, Array, Array]:
     """`_block_of_rank` down a tree with `CHILDREN` blocks at each node, along which each rank is compared with all."""
     if counts.shape[0] <= ROOT:
         ends = _ends(counts)
-        passed = ends <= rank[:, None]
+        passed = ends[None] <= rank[:, None]
         start = jnp.max(jnp.where(passed, ends, 0), axis=1)
         return jnp.sum(passed, axis=1, dtype=I32), start, ends[-1]
     rows = jnp.pad(counts, (0, -counts.shape[0] % CHILDREN)).reshape(-1, CHILDREN)
@@ -475,7 +475,7 @@ def largest(x: Array, count: Array | int, capacity: int) -> Array:
     sample = magnitude(finite(every(x, stride)))
     # Aim for a quarter more than the capacity: three standard deviations from either end.
     rank = jnp.clip(jnp.asarray(count, jnp.float32) * 1.25 / stride, 0, sample.shape[0] - 1).astype(I32)
-    threshold = form(_of_rank, select_cpu.of_rank)(sample, rank, math.ceil(capacity * 1.25 / stride))
+    threshold = form(_near_rank, select_cpu.of_rank)(sample, rank, math.ceil(capacity * 1.25 / stride))
     words = top_set(x, threshold, count, most, enough=count)
     return _exact_of(words, x, count, most, capacity)
 
@@ -498,7 +498,7 @@ def _bits_of(magnitudes: Array) -> Array:
     return lax.bitcast_convert_type(magnitudes, jnp.uint64 if magnitudes.dtype == jnp.float64 else U32)
 
 
-def _of_rank(x: Array, rank: Array, most: int) -> Array:
+def _near_rank(x: Array, rank: Array, most: int) -> Array:
     """About the number with `rank` larger ones, of numbers that are not negative: at most that, by 2^-11 of it."""
     del most
     return lax.bitcast_convert_type(_reached_by(_bits_of(x), rank + 1, jnp.finfo(x.dtype).nmant - 11), x.dtype)
@@ -507,7 +507,7 @@ def _of_rank(x: Array, rank: Array, most: int) -> Array:
 @functools.partial(jax.jit, static_argnums=2)
 def _reached_by(bits: Array, count: Array, spared: int = 0) -> Array:
     """The largest number that at least so many reach, or 0: digit by digit, each in one pass that compares with all.
-    spared: as many of the last bits may be zeros instead.
+    spared: of so many of the last bits whole digits are zeros instead.
     """
     kind, whole, digit = bits.dtype.type, jnp.iinfo(bits.dtype).bits - 1, 8 if bits.shape[0] >= LONG else 4
     found = jnp.zeros_like(bits, shape=())
@@ -515,7 +515,7 @@ def _reached_by(bits: Array, count: Array, spared: int = 0) -> Array:
         most = (1 << min(digit, whole - low)) - 1
         if digit == 8:
             at = found | ((lax.iota(bits.dtype, most) + kind(1)) << kind(low))
-            counts = jnp.sum(bits[:, None] >= at, axis=0, dtype=I32)
+            counts = jnp.sum(bits[:, None] >= at[None], axis=0, dtype=I32)
         else:
             counts = _counts_from(bits, [found | kind(i << low) for i in range(1, most + 1)])
         found = found | (jnp.sum(counts >= count).astype(bits.dtype) << kind(low))

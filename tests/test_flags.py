@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from jitted import traced_for
 from laws import AXIS, FACTORIES, METHODS, params_of
 from variants import variants
 from worlds import mesh_of
 
 import jaxcomp as jc
 from jaxcomp import select_cpu
+from jaxcomp.base import accumulate
 
 N = 2
 
@@ -97,6 +99,46 @@ def test_what_says_no_while_tracing_says_nothing(name, world):
         direction, after = jax.eval_shape(step, state, grads)
     assert jax.tree.structure(state) == jax.tree.structure(after)
     assert jax.tree.structure(direction) == jax.tree.structure(params_of(name))
+
+
+LONG = {  # compressors with forms for backends that short vectors do not reach
+    "dithering": lambda: jc.dithering(7),
+    "many levels": lambda: jc.dithering(300, norm="inf"),
+    "natural": jc.natural,
+    "terngrad": jc.terngrad,
+    "sign": jc.sign,
+    "int4": lambda: jc.block_scaled("int4", rounding="stochastic"),
+    "mxfp4": lambda: jc.block_scaled("mxfp4"),
+    "nvfp4": lambda: jc.block_scaled("nvfp4"),
+    "binned": lambda: jc.binned(2),
+    "eden": lambda: jc.eden(4),
+    "top_k": lambda: jc.top_k(0.01),
+    "sidco": lambda: jc.sidco(0.01),
+    "rand_k": lambda: jc.rand_k(0.01),
+    "rows": lambda: jc.compose(jc.chunked(jc.top_k(k=64), 4096), jc.binned(2, blocks=1)),
+    "dct": lambda: jc.dct(jc.top_k(k=8), 64),
+    "skcompress": lambda: jc.skcompress(jc.top_k(0.1)),
+    "recentred": lambda: jc.skcompress(jc.top_k(0.1), mode="recentred"),
+}
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("name", LONG)
+def test_no_backend_implies_ranks_or_dtypes(name, platform):
+    """Of a vector of whole tiles, of two such messages added up, and of one that is longer."""
+    compressor = LONG[name]()
+
+    def run(key, x):
+        state = compressor.init(key, x)
+        message = lambda key, x: compressor.compress(key, x, state)[0]
+        both = jax.vmap(message)(jax.random.split(key), jnp.stack([x, -x]))
+        one = compressor.decompress(jax.tree.map(lambda a: a[0], both), state.shared, x)
+        return one, accumulate(compressor, jax.ShapeDtypeStruct(x.shape, x.dtype), both, jnp.ones(2), state.shared)
+
+    for size in (17 * 4096, 17 * 4096 + 77):
+        with traced_for(platform), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+            one, total = jax.eval_shape(run, jax.random.key(0), jax.ShapeDtypeStruct((size,), jnp.float32))
+        assert one.shape == total.shape == (size,)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -82,8 +82,8 @@ def dithering(
     QSGD's bound is min(m h^2, h sqrt(m)). So the relative error grows with the size of a block, not with that of x;
     blocks=1 is the method of the paper. Where equal steps have an omega below 1 (the default blocks from 12 levels on),
     C is a contraction, too, with alpha = 1 - omega. The norm of each block travels as f32, each level with its sign in
-    ceil(log2(2 K + 1)) bits, where K = max_j ceil(1 / h_j). The u_j are multiples of 2^-16, and so are, of up to 127
-    levels, the places of entries between two levels: C is unbiased up to 2^-17 of a level.
+    ceil(log2(2 K + 1)) bits, where K = max_j ceil(1 / h_j). The u_j have 16 bits or 23, and the place of an entry among
+    the levels those of an f32: C is unbiased up to 2^-17 of a level for up to 127 levels, and up to s 2^-23 for s more.
 
     Args:
         levels: s, number of positive levels, 1 to 2^15; s = 2^(b-1) - 1 fills b bits.

@@ -95,5 +95,5 @@ def compress_together(one: Compressor, keys: list[Array], xs: list[Array], state
     def compress(words, x):
         return one.compress(jax.random.wrap_key_data(words, impl=kind), x, state)[0]
 
-    payloads = materialized(jax.vmap(compress)(words, jnp.stack(xs)))
-    return [(jax.tree.map(lambda a: a[row], payloads), state.local) for row in range(len(xs))]  # noqa: B023
+    payloads, structure = jax.tree.flatten(materialized(jax.vmap(compress)(words, jnp.stack(xs))))
+    return [(jax.tree.unflatten(structure, [a[row] for a in payloads]), state.local) for row in range(len(xs))]

@@ -261,7 +261,7 @@ def ragged_all_to_all(words: Array, counts: Sequence[int], axis: Axis) -> Array:
 def all_to_all_rows(rows: Array, axis: Axis) -> Array:
     """Row j goes to worker j: [n, m] by destination becomes [n, m] by origin. Unsigned words only.
 
-    On TPUs each row fills whole tiles, for which narrow words are given a shape.
+    On TPUs each row fills whole lanes, and one of narrow words whole tiles, for which it is given a shape.
     """
     # Under vmap, what is equal on all workers would come out with a wrong shape: make it differ by type.
     rows = rows ^ (axis_index(axis) * 0).astype(rows.dtype)
@@ -578,7 +578,7 @@ def all_to_all_bytes(tree: Any, axis: Axis, replicas: tuple[str, ...] = ()) -> f
     for lane in word_lanes(tree):
         part = -(-(lane.size // workers) // devices)
         sent += (workers - 1) * exchanged_size(part, lane.width) * lane.width
-        sent += (devices - 1) * gathered_size(workers * part, lane.width) * lane.width if devices > 1 else 0
+        sent += (devices - 1) * workers * gathered_size(part, lane.width) * lane.width if devices > 1 else 0
     return float(sent)
 
 

@@ -12,7 +12,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
-from jaxcomp.exchange.collectives import all_gather, all_sum, all_to_all, all_to_all_bytes, gather_bytes, sum_bytes
+from jaxcomp.exchange.collectives import (
+    all_gather,
+    all_sum,
+    all_to_all,
+    all_to_all_bytes,
+    gather_bytes,
+    gathered,
+    sum_bytes,
+)
 
 pytest.importorskip("libtpu")
 
@@ -209,6 +217,24 @@ def test_words_that_only_move_fill_tiles(dtype, size):
         (row,) = book.rows
         assert book.total_bytes == sent
         assert row.physical_bytes < (2 if book is exchanged else 1) * (size + TILE) * width
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint16, jnp.uint32], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("size", [100, 600, 5000])
+def test_what_chips_of_a_slice_share_is_counted(dtype, size):
+    """They gather the parts of each row by itself, and each row is padded."""
+    said = []
+
+    def exchange(x):
+        said.append(all_to_all_bytes(x, "dcn", ("ici",)))
+        return all_to_all(x * 3, "dcn", ("ici",))
+
+    def gather(x):
+        said.append(gather_bytes(x, "dcn", ("ici",)))
+        return gathered(x * 3, "dcn", ("ici",))[0]
+
+    for function, shape in ((exchange, (2, size)), (gather, (size,))):
+        assert book_of(function, mesh_of(2), (shape, dtype)).total_bytes == said[-1]
 
 
 # ------------------------------------------------------------------------------------------------

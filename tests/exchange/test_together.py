@@ -1,4 +1,4 @@
-"""Equal vectors that are compressed together send what each would send by itself."""
+"""Equal vectors that are compressed together send what each would send by itself; norms up to the order of a sum."""
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ def rounds_of(algorithm, monkeypatch, most, dtype=jnp.float32, under=None, **opt
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_vectors_are_compressed_as_each_by_itself(name, monkeypatch):
-    """Bit for bit; of a shift XLA may contract product and sum in one of the programs."""
+    """Of these shapes bit for bit: norms are added up in the same order. XLA may contract a shift's product and sum."""
     each, together = (rounds_of(ALGORITHMS[name], monkeypatch, most) for most in (1, 16))
     near = 1e-6 if name in ("diana", "by_path") else 0
     for x, y in zip(each, together, strict=True):
