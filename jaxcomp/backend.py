@@ -205,7 +205,7 @@ def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> T
 
 def step_in_place(tree: Tree, step: Any, change: Tree) -> Tree:
     """tree + step change, saturated, in the place of the tree. XLA for GPUs writes it in one loop with what is computed
-    of it, where `in_place` does not stand between them; with narrow ones it must: their sum is rounded there.
+    of it, where `in_place` does not stand between them. It stays for 16 bits: XLA rounds their sum only there.
     """
     one = lambda h, m: bounded(h + jnp.asarray(step, h.dtype) * m)
     is_free = lambda h: platform() == "gpu" and h.dtype.itemsize >= 4

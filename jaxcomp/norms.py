@@ -49,8 +49,8 @@ def block_norms(rows: Array, order: float) -> Array:
 
     Returns:
         float[b]. Where squares of the entries would overflow or vanish, those of scaled ones are added. A norm beyond
-        the largest number of the dtype saturates; one that is no normal number is zero, and so is that of a row without
-        a normal number where a backend takes subnormal numbers for zeros (CPUs).
+        the largest number of the dtype saturates; one that is no normal number is zero. On CPUs that of a row without a
+        normal number is zero, too; accelerators may add up its subnormal numbers.
 
     >>> print(block_norms(jnp.array([[3.0, 4.0], [0.0, 0.0]]), 2))
     [5. 0.]

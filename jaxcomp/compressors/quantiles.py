@@ -22,6 +22,7 @@ __all__ = ["Splits", "bucket_of", "means", "of_product", "signed_splits", "sort_
 Array = jax.Array
 I32 = jnp.int32
 BRANCHES = 16
+MOST_COMPARED = 2**20  # values with which each split is compared at once on accelerators; among more it is searched
 
 
 class Splits(NamedTuple):
@@ -84,8 +85,8 @@ def signed_splits(ordered: Array, n: Array, buckets: int, groups: int, power: fl
         def place_of(zero):
             part = lambda i, q: i.astype(ends.dtype) / jnp.maximum(q, 1).astype(ends.dtype)
             goal = jnp.where(j < zero, left * part(j, zero), left + (total - left) * part(j - zero, buckets - zero))
-            search = lambda method: lambda ends, goal: jnp.searchsorted(ends, goal, method=method)
-            place = form(search("compare_all"), search("scan"))(ends - weights / 2, goal).astype(I32)
+            at_once = form(lambda: k <= MOST_COMPARED, lambda: False)()
+            place = jnp.searchsorted(ends - weights / 2, goal, method="compare_all" if at_once else "scan").astype(I32)
             return jnp.where(j < zero, jnp.minimum(place, below), jnp.clip(place, below, n))
 
     negative = jnp.clip(negative, jnp.minimum(below, 1), groups - jnp.minimum(n - below, 1))
