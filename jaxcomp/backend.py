@@ -4,8 +4,9 @@ Each function here has a portable form of a line or two. Where XLA for CPU needs
 name in `backend_cpu`, with the reason, and is chosen here, and only while a program is traced. Collectives that differ
 stand in `exchange.collectives`.
 
-Two kinds of vectors are not made before somebody reads them: `Pieces`, leaves that are not joined, and `SparseSum`,
-messages that are not added up. Here and in `backend_cpu` is all that knows how to make them.
+Three kinds of arrays are not made before somebody reads them: `Pieces`, leaves that are not joined, `SparseSum`,
+messages that are not added up, and `Arriving`, messages that have not crossed. Here and in `backend_cpu` is all that
+knows how to make them.
 """
 
 import contextlib
@@ -29,11 +30,14 @@ from jaxcomp.arrays import as_words, bounded, finite, is_shapes, like_of, weight
 
 __all__ = [
     "LONG",
+    "TOGETHER",
+    "Arriving",
     "Pieces",
     "SparseSum",
     "accumulated",
     "add_each",
     "all_finite",
+    "all_there",
     "computed_once",
     "cut_apart",
     "end_to_end",
@@ -43,6 +47,7 @@ __all__ = [
     "form",
     "in_parts",
     "in_place",
+    "in_sections",
     "in_tiles",
     "in_turn",
     "is_lazy",
@@ -392,14 +397,78 @@ def is_apart(size: int, sizes: Sequence[int]) -> bool:
     return platform() == "gpu" and size >= LONG and len(sizes) > 1
 
 
+TOGETHER = 1024  # entries whose codes stand side by side (`packing`)
+SHARE = 32  # so many times as long as a section is the vector
+SECTION = 2**23  # bytes of a section, at least
+
+
+def in_sections(size: int, entries: int) -> int:
+    """In how many sections an array arrives, of so many bytes of all workers together that stand for so many entries:
+    on GPUs, where the messages of many workers would take more memory than the gradient."""
+    return min(SHARE * size // (4 * max(entries, 1)), size // SECTION) if platform() == "gpu" else 1
+
+
+class Arriving:
+    """An array [n, *own.shape] of the messages of all workers that is not there yet. It crosses when it is read, once,
+    as a whole or in sections.
+
+    own: this worker's. gather: a part [m] of it -> [n, m]. held: so many numbers of it, one after the other, are of the
+    first `TOGETHER` entries of the vector, the next of the next ones. count: of the sections.
+    """
+
+    def __init__(self, own: Array, gather: Callable[[Array], Array], held: int, count: int):
+        self.own, self.gather, self.held = own, gather, held
+        self.length = -(-own.size // held // count) * held  # of a section; the last may be shorter
+        self.sections: list[Array] = []  # [n, length], those that are there
+
+    def whole(self) -> Array:
+        """The array."""
+        self.length = self.length if self.sections else self.own.size
+        return self._shaped(side_by_side(self.sections[self.needed(0, self.own.size // self.held * TOGETHER, [])]))
+
+    def needed(self, start: int, stop: int, after: Tree) -> slice:
+        """The sections that entries [start, stop) of the vector need, which are there now. Those that were not cross
+        once `after` is computed."""
+        first, end = start // TOGETHER * self.held, -(-stop // TOGETHER) * self.held
+        if len(self.sections) * self.length < end:
+            own = lax.optimization_barrier((self.own, after))[0].reshape(-1)
+            begins = range(len(self.sections) * self.length, end, self.length)
+            self.sections += [self.gather(own[begin : begin + self.length]) for begin in begins]
+        return slice(first // self.length, -(-end // self.length))
+
+    def among(self, sections: Sequence[Array], begin: Array) -> Array:
+        """The array, for whoever asks for nothing but these sections of it, which begin at number `begin`."""
+        size, rows = self.own.size, side_by_side(sections)
+        rows = jnp.pad(rows, ((0, 0), (size, size + -rows.shape[1] % self.length)))
+        return self._shaped(lax.dynamic_slice_in_dim(rows, size - begin, size, axis=1))
+
+    def tiles(self, number: int, wanted: np.ndarray) -> Array:
+        """All wanted tiles, of `TOGETHER` entries each, that are in a section: [n, tiles, held]."""
+        rows, each = self.sections[number], self.length // self.held
+        here = materialized(jnp.asarray(wanted[wanted // each == number] % each, jnp.int32))
+        return rows.reshape(len(rows), -1, self.held).at[:, here].get(mode="promise_in_bounds")
+
+    def of_tiles(self, tiles: Sequence[Array], wanted: np.ndarray) -> Array:
+        """The array, for whoever asks for nothing but the wanted tiles of it."""
+        there, number = jnp.concatenate(tiles, axis=1), jnp.arange(self.own.size // self.held, dtype=jnp.int32)
+        place = jnp.searchsorted(materialized(jnp.asarray(wanted, jnp.int32)), number, method="scan_unrolled")
+        return self._shaped(there.at[:, place].get(mode="clip"))
+
+    def _shaped(self, rows: Array) -> Array:
+        return rows.reshape(len(rows), *self.own.shape)
+
+
+def all_there(messages: Tree) -> Tree:
+    """The same with arrays in place of those that are still to come."""
+    return jax.tree.map(lambda x: x.whole() if isinstance(x, Arriving) else x, messages)
+
+
 def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Sequence[int]) -> Pieces:
     """`Pieces` of these sizes of decode(messages): each of the `APART` largest by itself, if it is long. Of the others
     those that lie side by side are cut out of a vector of their own; where they are few entries, all out of one.
 
-    A loop that decodes some entries reads what it needs of the messages. To each they are handed on by a barrier behind
-    the one before, or XLA would decode them once, into a vector, and copy the pieces out of it, or write several in one
-    loop, which takes long to compile and does not fit into registers. Where a piece begins is an operand: so loops of
-    equal sizes are one kernel to compile.
+    A loop that decodes some entries reads what it needs of the messages (`_Reader`). Where a piece begins is an
+    operand: so loops of equal sizes are one kernel to compile.
     """
     order = np.argsort(sizes, kind="stable")[::-1][:APART].tolist()
     large = {i for i in order if sizes[i] >= LONG}
@@ -409,18 +478,75 @@ def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Seque
     runs = [list(run) for _, run in itertools.groupby(range(len(sizes)), lambda i: i if i in large else -1)]
     runs = [run for run in runs if run[0] in large] if gathered else runs
     begins = materialized([jnp.asarray(starts[run[0]], jnp.int32) for run in runs])
+    tiles = {tile for i in small for tile in range(starts[i] // TOGETHER, -(-(starts[i] + sizes[i]) // TOGETHER))}
+    reader = _Reader(messages, np.asarray(sorted(tiles if gathered else ()), int))
     for run, begin in zip(runs, begins, strict=True):
-        messages, own = seen_anew(messages), [sizes[i] for i in run]
-        pieces |= zip(run, cut_apart(lax.dynamic_slice_in_dim(decode(messages), begin, sum(own)), own), strict=True)
+        own, start = [sizes[i] for i in run], int(starts[run[0]])
+        vector = lax.dynamic_slice_in_dim(decode(reader.read(start, start + sum(own))), begin, sum(own))
+        reader.made.append(vector)
+        pieces |= zip(run, cut_apart(vector, own), strict=True)
     if gathered and small:
         own = [sizes[i] for i in small]
         shifts, ends = starts[small] - backend_cpu.starts_of(own), np.cumsum(own)
         shifts, ends = materialized([jnp.asarray(x, jnp.int32) for x in (shifts, ends)])
         entries = jnp.arange(sum(own), dtype=jnp.int32)
         entries += shifts[jnp.searchsorted(ends, entries, side="right", method="scan_unrolled")]
-        vector = decode(seen_anew(messages)).at[entries].get(mode="promise_in_bounds", indices_are_sorted=True)
+        vector = decode(reader.read_last()).at[entries].get(mode="promise_in_bounds", indices_are_sorted=True)
         pieces |= zip(small, cut_apart(vector, own), strict=True)
     return Pieces(tuple(pieces[i] for i in range(len(sizes))))
+
+
+class _Reader:
+    """Hands messages to loops that decode some entries of them each, one loop after the other.
+
+    To each they are handed on by a barrier behind the one before, or XLA would decode them once, into a vector, and
+    copy the pieces out of it, or write several in one loop, which takes long to compile and does not fit into
+    registers. Sections of arrays that are still to come (`Arriving`) cross for the first loop that needs them, once all
+    loops but the last one before it are done. So two loops' sections are held, and one may cross beside a loop.
+
+    last: numbers of the tiles, of `TOGETHER` entries, that `read_last` needs.
+    """
+
+    def __init__(self, messages: Tree, last: np.ndarray):
+        self.arrays, self.structure = jax.tree.flatten(messages)
+        self.last, self.made = last, []
+        self.tiles: dict[int, list[Array]] = {i: [] for i, x in enumerate(self.arrays) if isinstance(x, Arriving)}
+
+    def read(self, start: int, stop: int) -> Tree:
+        """The messages, for whoever asks for nothing but entries [start, stop) of their vectors."""
+        needed = {i: self._arrive(i, start, stop) for i in self.tiles}
+        begins = {i: jnp.asarray(some.start * self.arrays[i].length, jnp.int32) for i, some in needed.items()}
+        parts = {i: self.arrays[i].sections[some] for i, some in needed.items()}
+        self._see_anew()
+        parts, begins = seen_anew((parts, begins))
+        for i, some in needed.items():
+            self.arrays[i].sections[some] = parts[i]
+        return self._messages(lambda i, x: x.among(parts[i], begins[i]))
+
+    def read_last(self) -> Tree:
+        """The messages, for whoever asks for nothing but entries in the tiles `last`."""
+        for i, tiles in self.tiles.items():
+            self._arrive(i, 0, self.arrays[i].own.size // self.arrays[i].held * TOGETHER)
+            tiles[:] = seen_anew(tiles)
+        self._see_anew()
+        return self._messages(lambda i, x: x.of_tiles(self.tiles[i], self.last))
+
+    def _arrive(self, i: int, start: int, stop: int) -> slice:
+        """The sections of array i that these entries need; now they are there, and their tiles are cut out."""
+        before = [*self.made[:-1], *(tiles for each in self.tiles.values() for tiles in each[:-1])]
+        x, tiles = self.arrays[i], self.tiles[i]
+        needed = x.needed(start, stop, before)
+        if self.last.size:
+            tiles += [x.tiles(number, self.last) for number in range(len(tiles), len(x.sections))]
+        return needed
+
+    def _see_anew(self) -> None:
+        there = seen_anew({i: x for i, x in enumerate(self.arrays) if i not in self.tiles})
+        self.arrays = [there.get(i, x) for i, x in enumerate(self.arrays)]
+
+    def _messages(self, array_of: Callable[[int, Arriving], Array]) -> Tree:
+        arrays = [array_of(i, x) if i in self.tiles else x for i, x in enumerate(self.arrays)]
+        return jax.tree.unflatten(self.structure, arrays)
 
 
 OPERANDS = 40  # leaves that one loop reads at most: XLA for GPUs splits some loops over 48, into an array of their own

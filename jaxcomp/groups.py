@@ -158,12 +158,14 @@ class Groups:
     """The place of each leaf of a tree. Static and hashable: a state that was laid out carries it.
 
     structure: of the tree;  shapes, dtypes: of its leaves;  groups: in the order of the tuples on the road.
+    layout: which made them; another one may make the same.
     """
 
     structure: Any
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[Any, ...]
     groups: tuple[Group, ...]
+    layout: Layout = dataclasses.field(default_factory=Layout, compare=False, repr=False)
 
     @property
     def like(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -230,7 +232,7 @@ def groups_of(layout: Layout, tree: Any) -> Groups:
     else:
         groups = _grouped(layout, every, paths, bare=paths == [""])
     groups = [group._replace(sizes=tuple(leaves[i].size for i in group.leaves)) for group in groups]
-    return Groups(structure, shapes, dtypes, tuple(groups))
+    return Groups(structure, shapes, dtypes, tuple(groups), layout)
 
 
 def _grouped(layout: Layout, leaves: dict[int, Any], paths: list[str], bare: bool) -> list[Group]:

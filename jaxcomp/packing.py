@@ -21,7 +21,7 @@ from jax import lax
 from jaxcomp.backend import computed_once, form, lanes, materialized, of_columns, to_columns
 from jaxcomp.hashing import halves, halves_in_lanes, halves_in_pairs
 
-__all__ = ["Lanes", "Places", "num_words", "pack", "places_of", "tile_of", "unpack", "width_for"]
+__all__ = ["TILE", "Lanes", "Places", "num_words", "pack", "places_of", "tile_of", "unpack", "width_for"]
 
 Array = jax.Array
 U32 = jnp.uint32

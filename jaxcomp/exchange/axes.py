@@ -27,7 +27,7 @@ __all__ = [
     "check_own",
     "crossed",
     "is_bound",
-    "is_missing",
+    "is_mesh",
     "known_equal",
     "local_rows",
     "on_equal_types",
@@ -37,7 +37,9 @@ __all__ = [
     "unknown_axes",
     "varying",
     "varying_axes",
+    "varying_together",
     "with_rows",
+    "workers_here",
 ]
 
 Array = jax.Array
@@ -56,6 +58,11 @@ def is_bound(axis: Axis) -> bool:
     except NameError:
         return False
     return True
+
+
+def is_mesh(axis: Axis) -> bool:
+    """Whether the axis is of a mesh: what is exchanged over it crosses between devices."""
+    return bool(axis) and set(axis_names(axis)) <= _manual_axes()
 
 
 def axis_size(axis: Axis) -> int:
@@ -123,10 +130,14 @@ def varying(tree: Any, axis: Axis) -> Any:
     return jax.tree.map(mark, tree)
 
 
+def varying_together(tree: Any, *axes: Axis) -> Any:
+    """`varying` over the axes, and over each over which some array of the tree differs: so all have one type."""
+    return varying(tree, (*(name for axis in axes for name in axis_names(axis)), *varying_axes(tree)))
+
+
 def types_tell(axis: Axis) -> bool:
     """Whether types say what is equal on all workers: inside `shard_map` with its default check_vma=True."""
-    names = set(axis_names(axis))
-    return bool(names) and names <= _manual_axes() and names <= _varying_axes(varying(jnp.zeros(()), axis))
+    return is_mesh(axis) and set(axis_names(axis)) <= _varying_axes(varying(jnp.zeros(()), axis))
 
 
 def known_equal(tree: Any, axis: Axis) -> list[str]:
@@ -144,7 +155,7 @@ def unknown_axes(tree: Any, axis: Axis, named: tuple[str, ...]) -> tuple[list[st
     Both are empty outside of a `shard_map` over `axis`.
     """
     mesh, manual = jax.sharding.get_abstract_mesh(), _manual_axes()
-    if not axis or not set(axis_names(axis)) <= manual:
+    if not is_mesh(axis):
         return [], []
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
     differ = {name for x in leaves for name in _varying_axes(x)} - set(named)
@@ -262,11 +273,19 @@ class Placement:
         return Placement(self.names, self.later, self.shards, (), self.partial)
 
 
-def is_missing(placement: Placement) -> Axis:
-    """The axes that must be bound here and are not; None if there are none."""
-    if not is_bound(placement.workers):
-        return placement.workers
-    return None if is_bound(placement.outer or None) else placement.outer
+def workers_here(name: str, placement: Placement) -> tuple[int, Array]:
+    """How many workers there are, and the number of this one.
+
+    Raises:
+        ValueError: an axis is not bound here; named after the function `name`.
+    """
+    for axis in (placement.workers, placement.outer or None):
+        if not is_bound(axis):
+            raise ValueError(
+                f"{name}: no axis named {axis!r} is bound here; call it inside jax.shard_map, jax.pmap or "
+                "jax.vmap(axis_name=...)"
+            )
+    return axis_size(placement.workers), axis_index(placement.workers)
 
 
 def _some(leaves: list[str]) -> str:
@@ -275,6 +294,8 @@ def _some(leaves: list[str]) -> str:
 
 def check_gradients(grads: Any, placement: Placement) -> None:
     """Refuses gradients that are equal where they should differ, or differ where nobody said so."""
+    if not _manual_axes():  # there are no types that tell
+        return
     check_own(grads, placement.workers)
     whole = [name for name in placement.outer if known_equal(grads, name)]
     if whole:
@@ -307,8 +328,8 @@ def check_gradients(grads: Any, placement: Placement) -> None:
 
 def check_own(grads: Any, axis: Axis) -> None:
     """Refuses gradients that are equal on all workers."""
-    equal = known_equal(grads, axis) if is_bound(axis) and axis_size(axis) > 1 else []
-    if equal:
+    equal = known_equal(grads, axis)
+    if equal and axis_size(axis) > 1:
         raise ValueError(
             f"compressed_mean: {_some(equal)} are typed as equal on all workers of axis {axis!r}. Under jax.shard_map, "
             "jax.grad sums the gradient of a replicated parameter over the workers by itself: uncompressed, and n "

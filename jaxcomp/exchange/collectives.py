@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import as_words, sum_rows, weighted
-from jaxcomp.backend import cut_apart, platform, side_by_side
+from jaxcomp.backend import TOGETHER, Arriving, cut_apart, in_sections, platform, side_by_side
 from jaxcomp.backend_cpu import opaque_true
-from jaxcomp.exchange.axes import Axis, axis_index, axis_names, axis_size, proven_equal, varying, varying_axes
+from jaxcomp.exchange.axes import Axis, axis_index, axis_names, axis_size, is_mesh, proven_equal, varying, varying_axes
 from jaxcomp.floats import rounded_to
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 Array = jax.Array
+MOST_ARRIVING = 2**29  # numbers of a message that arrives in sections, three times which are counted in i32
 
 
 # XLA for TPU compiles a gather of anything else to an all-reduce of all n parts, at twice the bytes (libtpu 0.0.50).
@@ -398,12 +399,15 @@ def word_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
     held = [math.prod(leaf.shape) * width for leaf, width in zip(leaves, widths, strict=True)]
     alone_from, lanes = ALONE_BYTES_ON_GPU if platform() == "gpu" else ALONE_BYTES, []
     for bucket, places in _grouped(buckets or [0] * len(leaves)):
-        narrowest, *wider = [[places[j] for j in group] for _, group in sorted(_grouped([widths[i] for i in places]))]
-        few = [group for group in wider if sum(held[i] for i in group) <= FEW_BYTES]
-        merged = narrowest + [i for group in few for i in group]
-        alone = [[i] for i in merged if held[i] >= alone_from]
-        rest = [i for i in merged if [i] not in alone]
-        for group in (*alone, *filter(None, [rest]), *(group for group in wider if group not in few)):
+        alone, others = [[i] for i in places if held[i] >= alone_from], []
+        rest = [i for i in places if held[i] < alone_from]
+        merged, *wider = [[rest[j] for j in group] for _, group in sorted(_grouped([widths[i] for i in rest]))] or [[]]
+        for group in wider:
+            if sum(held[i] for i in group) <= FEW_BYTES:
+                merged = merged + group
+            else:
+                others.append(group)
+        for group in (*filter(None, [merged]), *alone, *others):
             word = min(widths[i] for i in group)
             sizes = tuple(held[i] // word for i in group)
             lanes.append(Lane(tuple(group), sizes, jnp.dtype(f"uint{8 * word}"), bucket))
@@ -483,7 +487,11 @@ def all_gather(tree: Any, axis: Axis) -> Any:
 
 
 def gathered(
-    tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: Sequence[int] | None = None
+    tree: Any,
+    axis: Axis,
+    replicas: tuple[str, ...] = (),
+    buckets: Sequence[int] | None = None,
+    in_order: Sequence[int] | None = None,
 ) -> tuple[Any, float]:
     """`all_gather`, and the bytes that a device sends for it (`gather_bytes`).
 
@@ -495,6 +503,8 @@ def gathered(
         replicas: mapped axes on which the arrays are equal: each device there sends one part of them, and then they
             send each other what arrived.
         buckets: number of the bucket of each array; None for a single bucket.
+        in_order: for each array how it can be cut (`payloads.in_order`), where whoever reads the result knows what to
+            do with a `backend.Arriving` in the place of a long one.
     """
     if not axis:
         return jax.tree.map(lambda a: a[None], tree), 0.0
@@ -503,6 +513,12 @@ def gathered(
     arrived: list[Any] = [None] * len(leaves)
     before: Any = None
     for lane in word_lanes(leaves, buckets):
+        (first, *others), workers = lane.places, axis_size(axis)
+        if in_order and not others and buckets is None and devices == 1:
+            arrived[first] = _arriving(leaves[first], axis, workers, in_order[first])
+        if arrived[first] is not None:
+            sent += _bytes_gathered(lane, workers, devices)
+            continue
         words = _pack(lane, leaves)
         if lane.size:
             words = words if buckets is None else _after(words, before)
@@ -513,6 +529,22 @@ def gathered(
             arrived[i] = array.reshape(len(rows), *leaves[i].shape)
         sent += _bytes_gathered(lane, len(rows), devices)
     return jax.tree.unflatten(structure, arrived), sent
+
+
+def _arriving(own: Array, axis: Axis, workers: int, held: int) -> Arriving | None:
+    """A long array of messages that cross when they are read; None for one that crosses now."""
+    if not held or own.size % held or workers == 1 or not is_mesh(axis) or own.size > MOST_ARRIVING:
+        return None
+    count = in_sections(workers * own.size * own.dtype.itemsize, own.size // held * TOGETHER)
+    if count < 2:
+        return None
+
+    def exchange(part: Array) -> Array:
+        with jax.named_scope("jc_exchange_gather"):
+            rows = gather(as_words(part), axis)
+        return lax.bitcast_convert_type(rows, own.dtype)
+
+    return Arriving(own, exchange, held, count)
 
 
 def gathers_for_less(workers: int, exact: bool) -> bool:

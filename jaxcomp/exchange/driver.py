@@ -20,7 +20,16 @@ from jax import lax
 from jax.core import Tracer
 
 from jaxcomp.arrays import bounded, key_data, wide, wide_like, wrap_key
-from jaxcomp.backend import in_place, is_apart, is_lazy, made_in_pieces, materialized, rows_at_once, shared_program
+from jaxcomp.backend import (
+    all_there,
+    in_place,
+    is_apart,
+    is_lazy,
+    made_in_pieces,
+    materialized,
+    rows_at_once,
+    shared_program,
+)
 from jaxcomp.base import (
     Algorithm,
     Compressor,
@@ -51,7 +60,6 @@ from jaxcomp.exchange.axes import (
     axis_size,
     crossed,
     is_bound,
-    is_missing,
     known_equal,
     local_rows,
     on_equal_types,
@@ -59,7 +67,9 @@ from jaxcomp.exchange.axes import (
     types_tell,
     varying,
     varying_axes,
+    varying_together,
     with_rows,
+    workers_here,
 )
 from jaxcomp.exchange.collectives import summed
 from jaxcomp.exchange.links import DEFAULT, Levels, Link, check_links, placed_on
@@ -176,20 +186,18 @@ class Exchange(NamedTuple):
 
     def _here(self) -> tuple[int, Array]:
         """How many workers there are, and the number of this one."""
-        place = self.placement
-        if missing := is_missing(place):
-            raise ValueError(
-                f"{self.name}: no axis named {missing!r} is bound here; call it inside jax.shard_map, jax.pmap or "
-                "jax.vmap(axis_name=...)"
-            )
-        workers, index = axis_size(place.workers), axis_index(place.workers)
+        workers, index = workers_here(self.name, self.placement)
         if self.shares is not None and len(self.shares) != workers:
-            raise ValueError(f"{self.name}: {len(self.shares)} weights for {workers} workers on axis {place.workers!r}")
+            raise ValueError(
+                f"{self.name}: {len(self.shares)} weights for {workers} workers on axis {self.placement.workers!r}"
+            )
         return workers, index
 
     def _opened(self, state: Any, workers: int) -> tuple[MeanLocal, MeanShared, Groups]:
         local, shared = at_device(self.name, state, self.placement.identity, self.roles)
         groups = state.about.groups
+        if groups.layout == self._layout(workers):
+            return local, shared, groups
         here = self._groups(workers, groups.tree)
         if groups != here:
             shapes = lambda groups: [x.shape for x in groups.like]
@@ -200,7 +208,10 @@ class Exchange(NamedTuple):
         return local, shared, groups
 
     def _groups(self, workers: int, tree: Any) -> Groups:
-        return groups_of(self.layout if self.route.layout is None else self.route.layout(self.layout, workers), tree)
+        return groups_of(self._layout(workers), tree)
+
+    def _layout(self, workers: int) -> Layout:
+        return self.layout if self.route.layout is None else self.route.layout(self.layout, workers)
 
     def _compressors(self, groups: Groups) -> tuple[Compressor, ...]:
         several = len(self.choices) > 1
@@ -376,7 +387,7 @@ class Message:
         for (c, state), (payload, after), x, group in each:
             # Typed alike: an array that happens to be typed as equal (an empty one, say) would give loops and
             # conditionals branches of different types.
-            payload = varying(payload, (*axis_names(way.axis), *way.outer, *varying_axes(payload)))
+            payload = varying_together(payload, way.axis, way.outer)
             parcels.append(Parcel(c, payload, state.shared, jax.ShapeDtypeStruct(x.shape, x.dtype), group.bucket))
             local.append((c, after))
         self.parcels, self.locals = tuple(parcels), tuple(local)
@@ -527,9 +538,12 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], s
         found = varying(on_equal_types(total, payloads, weights, parcel.shared), way.outer)
         return way.mean_of(found)
 
-    if compressor.spec.entrywise and is_apart(like.size, sizes):
-        return made_in_pieces(made, arrived.payloads, sizes)
-    return made(arrived.payloads) if sizes else materialized(made(arrived.payloads))
+    payloads = arrived.payloads
+    if compressor.spec.entrywise:  # and so may still have to cross
+        if is_apart(like.size, sizes):
+            return made_in_pieces(made, payloads, sizes)
+        payloads = all_there(payloads)
+    return made(payloads) if sizes else materialized(made(payloads))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -555,7 +569,7 @@ def at_device(name: str, state: Any, placement: Placement, roles: tuple) -> Stat
         cure = ". No mesh was found here: give arrays (or shapes) that have a sharding, mesh=, or jax.set_mesh"
         raise ValueError(f"{name}: expected a state of {placement} with {dict(roles)}; got {got}{cure if lost else ''}")
     cure = "Make the state, and its in_specs and out_specs, with jc.init_state"
-    equal = known_equal(state.local, placement.workers) if is_bound(placement.workers) else []
+    equal = known_equal(state.local, placement.workers)
     if equal and _workers_here(placement) > 1:
         raise ValueError(
             f"{name}: local state{equal[0]} is typed as equal on all workers: passed with P(), all but one worker's "

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxcomp.backend import TOGETHER
 from jaxcomp.payloads.registry import (
     Choices,
     Coding,
     Family,
     code_bits,
     encode_message,
+    in_order,
     lane_bytes,
     num_entries,
     read_record,
@@ -111,6 +113,10 @@ def _read_scaled(reader: Reader) -> Scaled:
     return Scaled(read_array(reader, "Scaled.values"), read_array(reader, "Scaled.scale"))
 
 
+def _in_order(payload: Dense) -> list[int]:
+    return [TOGETHER] if hasattr(payload.values, "dtype") else in_order(payload.values)
+
+
 register(
     Family(
         type=Dense,
@@ -122,6 +128,7 @@ register(
         unpack=_unpack,
         entries=_entries,
         limits=same_everywhere,
+        in_order=_in_order,
     )
 )
 register(
@@ -135,5 +142,6 @@ register(
         unpack=uncoded_like,
         entries=lambda payload: payload.values.size,
         limits=same_everywhere,
+        in_order=lambda payload: [TOGETHER, 0],
     )
 )

@@ -34,7 +34,7 @@ from jaxcomp.codes.arrays import histogram, running_max
 from jaxcomp.codes.elias import elias_length
 from jaxcomp.codes.huffman import decode_with_table, encode_with_table, table_bits
 from jaxcomp.codes.keys import MAX_KEYS, MAX_TABLE_WIDTH, Gaps, decode_gaps, encode_keys, keys_of, plan
-from jaxcomp.packing import pack, unpack
+from jaxcomp.packing import TILE, pack, tile_of, unpack
 from jaxcomp.payloads.registry import (
     WORDS,
     Choices,
@@ -326,6 +326,11 @@ def _read_some(reader: Reader) -> Quantized:
     return Quantized(norms, words)
 
 
+def _in_order(payload: Quantized) -> list[int]:
+    width, groups = payload.words.shape
+    return [0, TILE * width if groups and tile_of(groups, width) == TILE else 0]
+
+
 register(
     Family(
         type=Quantized,
@@ -342,5 +347,6 @@ register(
         unpack=_unpack,
         entries=lambda payload: None,
         limits=same_everywhere,
+        in_order=_in_order,
     )
 )

@@ -30,6 +30,7 @@ __all__ = [
     "counted",
     "decode_message",
     "encode_message",
+    "in_order",
     "lane_bytes",
     "limits",
     "num_entries",
@@ -86,6 +87,8 @@ class Family(NamedTuple):
     entries(payload): how many entries of the vector it carries; None for all of them.
     limits(payload, lengths): for each array (lengths, what padding holds), or None for all of it.
     entropy: whether even its "fixed" code is an entropy code, whose bits cost an instance of it to count.
+    in_order(payload): for each array how many numbers of it, one after the other, are of the first `backend.TOGETHER`
+        entries of the vector, the next of the next ones, and so on; 0 where that is not so. None: of no array.
     """
 
     type: type
@@ -98,6 +101,7 @@ class Family(NamedTuple):
     entries: Callable[[Any], Array | int | None]
     limits: Callable[[Any, Any], list]
     entropy: bool = False
+    in_order: Callable[[Any], list[int]] | None = None
 
 
 _families: dict[type, Family] = {}
@@ -352,6 +356,13 @@ def counted(payload: Any, like: Any, code: str | None) -> tuple[int, jax.Array, 
     bits, entries = (jax.vmap(one) if len(like.shape) > 1 else one)(payload)
     entries = jnp.full((), float(like.size), jnp.float32) if entries is None else jnp.sum(entries)
     return lane_bytes(payload), jnp.sum(bits), entries
+
+
+def in_order(payload: Any) -> list[int]:
+    """`Family.in_order` of a payload: how its arrays can be cut where its vector is cut."""
+    family = _families.get(type(payload))
+    none = [0] * len(jax.tree.leaves(payload))
+    return none if family is None or family.in_order is None else family.in_order(payload)
 
 
 def limits(payload: Any, lengths: Any) -> list:

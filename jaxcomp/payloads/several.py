@@ -15,6 +15,7 @@ from jaxcomp.payloads.registry import (
     Family,
     code_bits,
     encode_message,
+    in_order,
     num_entries,
     read_record,
     register,
@@ -80,6 +81,10 @@ def _entries(payload: Several) -> Any:
     return total
 
 
+def _in_order(payload: Several) -> list[int]:
+    return [held for part in payload.parts for held in in_order(part)]
+
+
 register(
     Family(
         type=Several,
@@ -91,5 +96,6 @@ register(
         unpack=_unpack,
         entries=_entries,
         limits=same_everywhere,
+        in_order=_in_order,
     )
 )

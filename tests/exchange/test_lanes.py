@@ -45,7 +45,7 @@ def test_a_very_long_array_has_a_lane_of_its_own():
     short = jax.ShapeDtypeStruct((lanes.ALONE_BYTES // 4 - 1,), jnp.uint32)
     few = jax.ShapeDtypeStruct((3,), jnp.float32)
     places = lambda *arrays: [lane.places for lane in lanes.word_lanes(arrays)]
-    assert places(few, long, few) == [(1,), (0, 2)]
+    assert places(few, long, few) == [(0, 2), (1,)]
     assert places(few, short) == [(0, 1)]
     assert places(long) == [(0,)]
 

@@ -38,6 +38,7 @@ from jaxcomp.exchange.routes.route import (
     Route,
     Way,
     accepts_all,
+    cuts_of,
     gathered_by,
     sums,
 )
@@ -208,7 +209,7 @@ def _gathered(parcels: Sequence[Parcel], way: Way, name: str | None) -> tuple[tu
     with jax.named_scope(str(name)):
         if name == "gather":  # without a warning of padding: it was chosen
             payloads = tuple(parcel.payload for parcel in parcels)
-            return gathered(payloads, way.axis, way.replicas, way.buckets_of(parcels))
+            return gathered(payloads, way.axis, way.replicas, way.buckets_of(parcels), cuts_of(parcels))
         return gathered_by(GATHERING[str(name)].gather, parcels, way)
 
 

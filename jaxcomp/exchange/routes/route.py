@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from jaxcomp.arrays import bounded, wide
-from jaxcomp.backend import SparseSum
+from jaxcomp.backend import TOGETHER, SparseSum
 from jaxcomp.base import Compressor, State, lengths
 from jaxcomp.exchange.axes import Axis
 from jaxcomp.exchange.collectives import all_gather, summed
 from jaxcomp.exchange.links import DEFAULT, Cost, Levels, Link
 from jaxcomp.groups import Layout
-from jaxcomp.payloads import lane_bytes
+from jaxcomp.payloads import in_order, lane_bytes
 
 __all__ = [
     "Arrived",
@@ -26,6 +26,7 @@ __all__ = [
     "Route",
     "Way",
     "accepts_all",
+    "cuts_of",
     "gathered_by",
     "gathering_route",
     "lengths_of",
@@ -188,6 +189,17 @@ def sums(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float]:
     kind = wide(*(parcel.like.dtype for parcel in parcels))  # f64 messages are added in f64
     payloads, buckets = payloads_of(parcels), way.buckets_of(parcels)
     return summed(payloads, way.axis, way.weights, way.replicas, buckets, way.exact, kind, way.share)
+
+
+def cuts_of(parcels: Sequence[Parcel]) -> list[int]:
+    """How each array of the payloads can be cut (`payloads.in_order`), so that it may cross later, in sections; 0 for
+    what must cross whole: all that is not coded entry by entry, and stacks."""
+    counts: list[int] = []
+    for compressor, payload, _, like, _ in parcels:
+        arrays = jax.tree.leaves(payload)
+        each = in_order(payload) if compressor.spec.entrywise and len(like.shape) == 1 else [0] * len(arrays)
+        counts += [n if x.size * TOGETHER == n * like.size else 0 for x, n in zip(arrays, each, strict=True)]
+    return counts
 
 
 def gathered_by(gather: Gather, parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float | Array]:

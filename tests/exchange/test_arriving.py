@@ -1,0 +1,96 @@
+"""Long codes cross in sections on GPUs, while others are decoded: the directions are those of a whole message."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcomp as jc
+from jaxcomp import backend
+from jaxcomp.backend import LONG
+from jaxcomp.exchange import collectives
+
+WORKERS = 3
+SHAPES = {
+    "a": (7,),
+    "b": (LONG // 512, 512),
+    "c": (1030,),
+    "d": (LONG + 1,),
+    "e": (5,),
+    "f": (3, LONG),
+    "g": (1500,),
+}
+MANY_SMALL = {"a": (LONG,), **{f"b{i}": (40_000,) for i in range(5)}, "c": (LONG,)}  # too many to be picked
+CASES = {
+    "int4": {"compressor": lambda: jc.block_scaled("int4")},
+    "nvfp4, of two parts": {"compressor": lambda: jc.block_scaled("nvfp4")},
+    "8 bits, by gather, weighted": {
+        "compressor": lambda: jc.block_scaled("int8", rounding="stochastic", scale="float32"),
+        "options": {"via": "gather", "weights": [1, 2, 3]},
+    },
+    "floats of 8 bits": {"compressor": lambda: jc.cast("float8_e4m3fn")},
+    "scaled floats of 8 bits": {"compressor": lambda: jc.cast("float8_e4m3fn", scaled=True)},
+    "without types, bf16": {"compressor": lambda: jc.block_scaled("int4"), "vma": False, "dtype": jnp.bfloat16},
+    "f16, whose mean is asked for": {"compressor": lambda: jc.block_scaled("int4"), "dtype": jnp.float16, "once": True},
+    "a shift, whose mean is asked for": {
+        "method": jc.ef21,
+        "compressor": lambda: jc.block_scaled("int4"),
+        "once": True,
+    },
+    "direct": {"method": jc.direct, "compressor": lambda: jc.block_scaled("int8")},
+    "words that are not in order": {"compressor": jc.natural, "once": True},
+    "many small leaves": {"compressor": lambda: jc.block_scaled("int4"), "shapes": MANY_SMALL},
+}
+
+
+def two_rounds(
+    section,
+    monkeypatch,
+    seed,
+    *,
+    compressor,
+    method=jc.error_feedback,
+    options=None,
+    vma=True,
+    dtype=jnp.float32,
+    shapes=SHAPES,
+    once=False,
+):
+    """Directions, state and counts of two rounds, in the forms of GPUs; and how many long gathers the program has."""
+    del once
+    for module in (backend, collectives):
+        monkeypatch.setattr(module, "platform", lambda mesh=None: "gpu")
+    monkeypatch.setattr(backend, "SECTION", section)
+    monkeypatch.setattr(collectives, "ALONE_BYTES_ON_GPU", 2**16)
+    rng = np.random.default_rng(seed)
+    rounds = [{k: jnp.asarray(rng.normal(size=(WORKERS, *s)), dtype) for k, s in shapes.items()} for _ in range(2)]
+    mesh = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices()[:WORKERS])
+    tx = jc.compressed_mean(method(compressor()), "data", **(options or {}))
+    params = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
+    state, specs = jc.init_state(tx, params, mesh, "data")
+    update = lambda g, state: tx.update(jax.tree.map(lambda x: x[0], g), state)
+    mapped = jax.shard_map(
+        update, mesh=mesh, in_specs=(jax.P("data"), specs), out_specs=(jax.P(), specs), check_vma=vma
+    )
+    step, found = jax.jit(mapped), []
+    rounds = [jax.device_put(grads, jax.NamedSharding(mesh, jax.P("data"))) for grads in rounds]
+    text = step.lower(rounds[0], state).as_text()
+    sizes = [int(size) for size in re.findall(r"all_gather.*tensor<1x(\d+)xui\d+>\) ->", text)]
+    for grads in rounds:
+        direction, state = step(grads, state)
+        found.append(direction)
+    return jax.tree.leaves((found, state)), jc.info(state).sent_bytes, sizes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_directions_are_those_of_whole_messages(name, monkeypatch, seed):
+    case = CASES[name]
+    whole, whole_bytes, one = two_rounds(2**60, monkeypatch, seed, **case)
+    parted, parted_bytes, several = two_rounds(2**15, monkeypatch, seed, **case)
+    for x, y in zip(whole, parted, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert whole_bytes == parted_bytes
+    assert sum(one) == sum(several)  # not a word more
+    assert len(several) == len(one) if case.get("once") else len(several) > len(one) + 3
