@@ -397,17 +397,19 @@ def word_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
     leaves = jax.tree.leaves(tree)
     widths = [jnp.dtype(leaf.dtype).itemsize for leaf in leaves]
     held = [math.prod(leaf.shape) * width for leaf, width in zip(leaves, widths, strict=True)]
-    alone_from, lanes = ALONE_BYTES_ON_GPU if platform() == "gpu" else ALONE_BYTES, []
+    on_gpu, lanes = platform() == "gpu", []
+    alone_from = ALONE_BYTES_ON_GPU if on_gpu else ALONE_BYTES
     for bucket, places in _grouped(buckets or [0] * len(leaves)):
-        alone, others = [[i] for i in places if held[i] >= alone_from], []
-        rest = [i for i in places if held[i] < alone_from]
+        narrowest = min(widths[i] for i in places)  # where others are wider, they stay together, but on GPUs
+        alone = [i for i in places if held[i] >= alone_from and (on_gpu or widths[i] == narrowest)]
+        rest, others = [i for i in places if i not in alone], [[i] for i in alone]
         merged, *wider = [[rest[j] for j in group] for _, group in sorted(_grouped([widths[i] for i in rest]))] or [[]]
         for group in wider:
             if sum(held[i] for i in group) <= FEW_BYTES:
                 merged = merged + group
             else:
                 others.append(group)
-        for group in (*filter(None, [merged]), *alone, *others):
+        for group in (*filter(None, [merged]), *others):
             word = min(widths[i] for i in group)
             sizes = tuple(held[i] // word for i in group)
             lanes.append(Lane(tuple(group), sizes, jnp.dtype(f"uint{8 * word}"), bucket))
