@@ -398,14 +398,17 @@ def is_apart(size: int, sizes: Sequence[int]) -> bool:
 
 
 TOGETHER = 1024  # entries whose codes stand side by side (`packing`)
-SHARE = 32  # so many times as long as a section is the vector
+SHARE = 32  # so many times as long as a section is the vector, unless there are too many or they are too short
+MOST_SECTIONS = 64
 SECTION = 2**23  # bytes of a section, at least
 
 
 def in_sections(size: int, entries: int) -> int:
     """In how many sections an array arrives, of so many bytes of all workers together that stand for so many entries:
     on GPUs, where the messages of many workers would take more memory than the gradient."""
-    return min(SHARE * size // (4 * max(entries, 1)), size // SECTION) if platform() == "gpu" else 1
+    if platform() != "gpu":
+        return 1
+    return min(SHARE * size // (4 * max(entries, 1)), size // SECTION, MOST_SECTIONS)
 
 
 class Arriving:
@@ -478,8 +481,9 @@ def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Seque
     runs = [list(run) for _, run in itertools.groupby(range(len(sizes)), lambda i: i if i in large else -1)]
     runs = [run for run in runs if run[0] in large] if gathered else runs
     begins = materialized([jnp.asarray(starts[run[0]], jnp.int32) for run in runs])
-    tiles = {tile for i in small for tile in range(starts[i] // TOGETHER, -(-(starts[i] + sizes[i]) // TOGETHER))}
-    reader = _Reader(messages, np.asarray(sorted(tiles if gathered else ()), int))
+    ends = [(int(starts[i]), int(starts[i]) + sizes[i]) for i in small if gathered]
+    tiles = {tile for start, stop in ends for tile in range(start // TOGETHER, -(-stop // TOGETHER))}
+    reader = _Reader(messages, np.asarray(sorted(tiles), int))
     for run, begin in zip(runs, begins, strict=True):
         own, start = [sizes[i] for i in run], int(starts[run[0]])
         vector = lax.dynamic_slice_in_dim(decode(reader.read(start, start + sum(own))), begin, sum(own))

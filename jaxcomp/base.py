@@ -221,7 +221,8 @@ class Cond(NamedTuple):
 
 
 class Sent(Protocol):
-    """Outcome of one message, for the algorithm that sent it. What is not asked for is not computed.
+    """Outcome of one message, for the algorithm that sent it. What is not asked for is not computed, and long messages
+    may cross only when the mean is asked for: not in a branch that some workers take and others do not.
 
     mean: of what all workers sent, as they see it, equal on all; in f32 (f64 for f64 messages).
     direction: the same, for handing on: a `backend.SparseSum` or `backend.Pieces` may stand for a long array.

@@ -7,11 +7,13 @@ import shutil
 import tempfile
 
 # Two test processes with two threads each wait for one another inside XLA's loops, up to a hundredfold.
-# What is tested is what XLA's own passes make of a program; LLVM's dearer ones only take time here.
+# What is tested is what XLA's own passes make of a program; LLVM's dearer ones only take time here, and so do the parts
+# into which it would cut small programs.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_cpu_multi_thread_eigen=false"
     + " --xla_llvm_disable_expensive_passes=true"
+    + " --xla_cpu_parallel_codegen_split_count=1"
 )
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     # Its new way to emit fusions takes a quarter of the tests' time. Later releases have no other, and run as they are.
@@ -54,6 +56,13 @@ def pytest_report_header(config):
 def pytest_unconfigure():
     if CACHE is not None:
         shutil.rmtree(CACHE, ignore_errors=True)
+
+
+def pytest_collection_finish():
+    """Tracing makes many objects: a twelfth of the time went into looking for cycles, of which there are few."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 def pytest_runtest_teardown(item, nextitem):

@@ -1,6 +1,7 @@
 """The package as a whole: what it needs, what it imports, how it is laid out."""
 
 import ast
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -68,37 +69,48 @@ def test_imports_in_an_environment_without_flax(tmp_path):
     assert result.stdout == "no flax, and it works 1.0\n", result.stderr
 
 
+@functools.cache
+def nodes_of(path):
+    """All nodes of the syntax tree of a file, of which the first is the module."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
 def imported(path):
     """Names of modules that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
 
 
+def breaking(rule):
+    """For each file of the package that breaks a rule, what `rule` finds there."""
+    return {name_of(path): found for path in MODULES if (found := rule(path))}
+
+
 LEVELS = ["packing", "select", "codes", "payloads", "compressors", "algorithms", "exchange", "collectives", "state"]
 LEVELS += ["replicas", "transforms"]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_imports_go_one_way(path):
+def test_imports_go_one_way():
     """packing/select -> payloads -> compressors -> algorithms -> exchange -> state -> transforms; no flax."""
-    names = list(imported(path))
-    assert not [
-        name for name in names if name.split(".")[0] in ("experiments", "flax", "sklearn", "matplotlib", "rich")
-    ]
-    here = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    if here in LEVELS:
-        above = LEVELS[LEVELS.index(here) + 1 :]
-        assert not [name for name in names if name.startswith(tuple(f"jaxcomp.{level}" for level in above))]
+
+    def wrong(path):
+        here = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        above = LEVELS[LEVELS.index(here) + 1 :] if here in LEVELS else []
+        outside = ("experiments", "flax", "sklearn", "matplotlib", "rich")
+        higher = tuple(f"jaxcomp.{level}" for level in above)
+        return [name for name in imported(path) if name.split(".")[0] in outside or name.startswith(higher)]
+
+    assert breaking(wrong) == {}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_only_federated_imports_federated(path):
-    if path.parent.name != "federated":
-        names = imported(path)
-        assert not [name for name in names if name.startswith("jaxcomp.federated")]
+def test_only_federated_imports_federated():
+    inside = lambda path: path.parent.name == "federated"
+    assert not breaking(
+        lambda path: [x for x in imported(path) if x.startswith("jaxcomp.federated") and not inside(path)]
+    )
 
 
 def test_the_front_door_names_federated_and_does_not_import_it():
@@ -117,71 +129,69 @@ def test_the_front_door_names_federated_and_does_not_import_it():
 RIVALS_ASKED_FOR = ("dagc", "sidco", "skcompress")  # functions with an option that names one
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_rivals_are_imported_by_the_front_door_and_where_an_option_asks_for_one(path):
-    outside = [
-        node
-        for node in ast.walk(ast.parse(path.read_text()))
-        if "jaxcomp.contrib" in (getattr(node, "module", None) or "")
-    ]
-    if path.parent.name == "contrib" or not outside:
-        return
-    assert path.parent.name == "compressors"
-    assert path.stem in RIVALS_ASKED_FOR
-    assert all(node.col_offset > 0 for node in outside), "within a function"
+def test_rivals_are_imported_by_the_front_door_and_where_an_option_asks_for_one():
+    def wrong(path):
+        outside = [x for x in nodes_of(path) if "jaxcomp.contrib" in (getattr(x, "module", None) or "")]
+        asked = path.parent.name == "compressors" and path.stem in RIVALS_ASKED_FOR
+        within = all(node.col_offset > 0 for node in outside)  # a function
+        return path.parent.name != "contrib" and outside and not (asked and within)
+
+    assert breaking(wrong) == {}
 
 
 NO_THEORY = ("by_path", "power_sgd", "refresh", "set_amounts", "warm_up")  # neither omega nor alpha
 COLLECTIVES = {"psum", "pmean", "pmax", "pmin", "all_gather", "all_to_all", "psum_scatter", "ppermute", "axis_index"}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_collectives_are_called_in_one_file(path):
+def test_collectives_are_called_in_one_file():
     """Types of varying values need the number of a worker, links are measured with bare ones, and that is all."""
-    used = {
-        node.attr
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "lax"
-    }
     allowed = {
         "exchange/collectives.py": COLLECTIVES,
         "exchange/axes.py": {"axis_index"},
         "plan/measure.py": COLLECTIVES,
     }
-    assert not used & COLLECTIVES - allowed.get(path.relative_to(PACKAGE).as_posix(), set())
+
+    def wrong(path):
+        of_lax = [x for x in nodes_of(path) if isinstance(x, ast.Attribute) and getattr(x.value, "id", None) == "lax"]
+        return {x.attr for x in of_lax} & COLLECTIVES - allowed.get(path.relative_to(PACKAGE).as_posix(), set())
+
+    assert breaking(wrong) == {}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_modules_are_documented_and_functions_short(path):
-    """Lines of a function are counted without its docstring."""
+def test_functions_are_short():
+    """At most 80 lines, without the docstring."""
 
     def length(node):
         doc = node.body[0] if ast.get_docstring(node) else None
         return node.end_lineno - node.lineno + 1 - (doc.end_lineno - doc.lineno + 1 if doc else 0)
 
-    text = path.read_text()
-    assert ast.get_docstring(ast.parse(text))
-    assert "__all__" in text
-    assert not [
-        node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef) and length(node) > 80
-    ]
-    module = importlib.import_module(
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-    )
-    assert sorted(module.__all__) == sorted(set(module.__all__))
-    assert all(hasattr(module, name) for name in module.__all__)
+    functions = lambda path: [node for node in nodes_of(path) if isinstance(node, ast.FunctionDef)]
+    assert breaking(lambda path: [node.name for node in functions(path) if length(node) > 80]) == {}
+
+
+def test_modules_are_documented_and_list_what_they_have():
+    def wrong(path):
+        named = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        module = importlib.import_module(named)
+        missing = [name for name in module.__all__ if not hasattr(module, name)]
+        twice = sorted(module.__all__) != sorted(set(module.__all__))
+        return missing or twice or not ast.get_docstring(nodes_of(path)[0])
+
+    assert breaking(wrong) == {}
 
 
 FRAGMENTS = {"Of", "What", "Where", "Those", "That", "Who", "Which", "With", "By", "As", "Its", "From"}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_summary_line_is_no_fragment(path):
+def test_a_summary_line_is_no_fragment():
     """It is a sentence, or a noun phrase: "Shape of a slice", not "Of a slice"."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
-    docs = [doc for node in nodes if (doc := ast.get_docstring(node))]
-    assert not [doc.splitlines()[0] for doc in docs if re.split(r"[\s,:]", doc)[0] in FRAGMENTS]
+
+    def wrong(path):
+        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        docs = [doc for node in nodes_of(path) if isinstance(node, kinds) and (doc := ast.get_docstring(node))]
+        return [doc.splitlines()[0] for doc in docs if re.split(r"[\s,:]", doc)[0] in FRAGMENTS]
+
+    assert breaking(wrong) == {}
 
 
 GROUPS = (jc.methods, jc.contrib, jc.collectives, jc.replicas, jc.state)
@@ -198,18 +208,20 @@ def test_each_public_name_has_one_path():
                 getattr(jc, name)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_names_are_documented(name):
-    thing = PUBLIC[name]
-    assert inspect.getdoc(thing)
-    factory = getattr(thing, "__module__", "").startswith(
-        ("jaxcomp.compressors", "jaxcomp.algorithms", "jaxcomp.contrib")
-    )
-    if factory and callable(thing) and name != "roundtrip":  # which takes one
-        doc = inspect.getdoc(thing)
-        assert ">>>" in doc, "one doctest"
-        assert "Raises:" in doc or name in ("identity", "natural"), "errors"
-        assert "omega" in doc or "alpha" in doc or name in NO_THEORY, "theory"
+def test_public_names_are_documented():
+    """Factories of methods with an example, errors and theory."""
+
+    def missing(name, thing):
+        doc = inspect.getdoc(thing) or ""
+        parts = ("jaxcomp.compressors", "jaxcomp.algorithms", "jaxcomp.contrib")
+        method = getattr(thing, "__module__", "").startswith(parts) and callable(thing) and name != "roundtrip"
+        if method and (">>>" not in doc or ("Raises:" not in doc and name not in ("identity", "natural"))):
+            return "an example, or errors"
+        if method and "omega" not in doc and "alpha" not in doc and name not in NO_THEORY:
+            return "theory"
+        return None if doc else "a docstring"
+
+    assert {name: lacks for name, thing in PUBLIC.items() if (lacks := missing(name, thing))} == {}
 
 
 def test_versions_agree():

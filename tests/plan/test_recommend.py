@@ -66,7 +66,8 @@ def test_auto_chooses_on_the_links_that_the_advice_is_for():
     assert options["link"] == levels
     assert jc.compressed_mean(int8, "data", **options)
     assert found.rows[2].candidate.options == {"via": "two_shot"}
-    assert all("link" not in row.candidate.options for row in jc.recommend(like, workers=4, machine=NONE).rows)
+    found = jc.recommend(like, workers=4, machine=NONE, candidates=few)
+    assert all("link" not in row.candidate.options for row in found.rows)
     with pytest.raises(TypeError, match=r"recommend: candidate 'x': link must be a jc.Link"):
         jc.recommend(like, candidates=[jc.Candidate("x", int8, link=5)], workers=4, machine=NONE)
 
