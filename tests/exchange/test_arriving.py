@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from variants import variants
 
 import jaxcomp as jc
 from jaxcomp import backend
@@ -84,7 +85,10 @@ def two_rounds(
     return jax.tree.leaves((found, state)), jc.info(state).sent_bytes, sizes
 
 
-@pytest.mark.parametrize("name", CASES)
+KEPT = {"int4", "nvfp4, of two parts", "8 bits, by gather, weighted", "scaled floats of 8 bits", "many small leaves"}
+
+
+@pytest.mark.parametrize("name", variants(CASES, KEPT | {"f16, whose mean is asked for"}))
 def test_directions_are_those_of_whole_messages(name, monkeypatch, seed):
     case = CASES[name]
     whole, whole_bytes, one = two_rounds(2**60, monkeypatch, seed, **case)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from variants import variants
 
 import jaxcomp as jc
 from jaxcomp import backend
@@ -59,7 +60,7 @@ def rounds_of(algorithm, monkeypatch, most, dtype=jnp.float32, under=None, **opt
     return jax.tree.leaves((found, state))
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", variants(ALGORITHMS, {"largest", "diana", "memory"}))
 def test_vectors_are_compressed_as_each_by_itself(name, monkeypatch):
     """Of these shapes bit for bit: norms are added up in the same order. XLA may contract a shift's product and sum."""
     each, together = (rounds_of(ALGORITHMS[name], monkeypatch, most) for most in (1, 16))
