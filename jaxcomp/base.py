@@ -103,9 +103,10 @@ class Spec(NamedTuple):
     omega: d -> omega with E C(x) = x and E|C(x) - x|^2 <= omega |x|^2, or None.
     alpha: d -> alpha with E|C(x) - x|^2 <= (1 - alpha) |x|^2, or None.
     linear: payloads may be added: decompress(p + q) = decompress(p) + decompress(q).
-    entrywise: an entry is decoded from few numbers of the payload. So GPUs decode each leaf by itself, add messages by
-        a reduction, code equal vectors together (under vmap; without a state), and code again what a narrow memory
-        would have to keep.
+    entrywise: an entry is decoded from few numbers of the payload; and of arrays that stand in the order of the vector
+        (`payloads.per_tile`) only from those of its own tile of 1024 entries: others need not be there. So GPUs decode
+        each leaf by itself, from sections of the messages, add messages by a reduction, code equal vectors together
+        (under vmap; without a state), and code again what a narrow memory would have to keep.
     selects: C(x) copies some entries of x and zeroes the rest (an orthogonal projection), and
         its payload has a field `values` with the copied entries.
     lifted: for a compressor of trees: how it lays them out, and what compresses each array.
@@ -221,8 +222,10 @@ class Cond(NamedTuple):
 
 
 class Sent(Protocol):
-    """Outcome of one message, for the algorithm that sent it. What is not asked for is not computed, and long messages
-    may cross only when the mean is asked for: not in a branch that some workers take and others do not.
+    """Outcome of one message, for the algorithm that sent it. What is not asked for is not computed.
+
+    Long messages may cross only when mean or direction is asked for. So ask for these where the message was sent, not
+    within a branch or a loop, which other workers may not take, and whose arrays are not those outside.
 
     mean: of what all workers sent, as they see it, equal on all; in f32 (f64 for f64 messages).
     direction: the same, for handing on: a `backend.SparseSum` or `backend.Pieces` may stand for a long array.

@@ -158,14 +158,15 @@ class Groups:
     """The place of each leaf of a tree. Static and hashable: a state that was laid out carries it.
 
     structure: of the tree;  shapes, dtypes: of its leaves;  groups: in the order of the tuples on the road.
-    layout: which made them; another one may make the same.
+    layout: which made them: where it is the same nothing need be laid out to compare them. Another one may make equal
+    groups.
     """
 
     structure: Any
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[Any, ...]
     groups: tuple[Group, ...]
-    layout: Layout = dataclasses.field(default_factory=Layout, compare=False, repr=False)
+    layout: Layout = dataclasses.field(default=Layout(), compare=False, repr=False)
 
     @property
     def like(self) -> tuple[jax.ShapeDtypeStruct, ...]:

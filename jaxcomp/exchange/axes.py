@@ -27,7 +27,7 @@ __all__ = [
     "check_own",
     "crossed",
     "is_bound",
-    "is_mesh",
+    "is_manual",
     "known_equal",
     "local_rows",
     "on_equal_types",
@@ -60,8 +60,9 @@ def is_bound(axis: Axis) -> bool:
     return True
 
 
-def is_mesh(axis: Axis) -> bool:
-    """Whether the axis is of a mesh: what is exchanged over it crosses between devices."""
+def is_manual(axis: Axis) -> bool:
+    """Whether the axis is one of a mesh that `shard_map` or `pmap` has bound: what is exchanged over it crosses between
+    devices."""
     return bool(axis) and set(axis_names(axis)) <= _manual_axes()
 
 
@@ -137,7 +138,7 @@ def varying_together(tree: Any, *axes: Axis) -> Any:
 
 def types_tell(axis: Axis) -> bool:
     """Whether types say what is equal on all workers: inside `shard_map` with its default check_vma=True."""
-    return is_mesh(axis) and set(axis_names(axis)) <= _varying_axes(varying(jnp.zeros(()), axis))
+    return is_manual(axis) and set(axis_names(axis)) <= _varying_axes(varying(jnp.zeros(()), axis))
 
 
 def known_equal(tree: Any, axis: Axis) -> list[str]:
@@ -155,7 +156,7 @@ def unknown_axes(tree: Any, axis: Axis, named: tuple[str, ...]) -> tuple[list[st
     Both are empty outside of a `shard_map` over `axis`.
     """
     mesh, manual = jax.sharding.get_abstract_mesh(), _manual_axes()
-    if not is_mesh(axis):
+    if not is_manual(axis):
         return [], []
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
     differ = {name for x in leaves for name in _varying_axes(x)} - set(named)

@@ -16,9 +16,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import as_words, sum_rows, weighted
-from jaxcomp.backend import TOGETHER, Arriving, cut_apart, in_sections, platform, side_by_side
+from jaxcomp.backend import TOGETHER, Arriving, count_of_sections, cut_apart, platform, side_by_side
 from jaxcomp.backend_cpu import opaque_true
-from jaxcomp.exchange.axes import Axis, axis_index, axis_names, axis_size, is_mesh, proven_equal, varying, varying_axes
+from jaxcomp.exchange.axes import (
+    Axis,
+    axis_index,
+    axis_names,
+    axis_size,
+    is_manual,
+    proven_equal,
+    varying,
+    varying_axes,
+)
 from jaxcomp.floats import rounded_to
 
 __all__ = [
@@ -52,7 +61,7 @@ __all__ = [
 ]
 
 Array = jax.Array
-MOST_ARRIVING = 2**29  # numbers of a message that arrives in sections, three times which are counted in i32
+MOST_ARRIVING = 2**29  # numbers of a message in sections: with what `Arriving.among` adds to both sides, below 2^31
 
 
 # XLA for TPU compiles a gather of anything else to an all-reduce of all n parts, at twice the bytes (libtpu 0.0.50).
@@ -493,7 +502,7 @@ def gathered(
     axis: Axis,
     replicas: tuple[str, ...] = (),
     buckets: Sequence[int] | None = None,
-    in_order: Sequence[int] | None = None,
+    per_tile: Sequence[int] | None = None,
 ) -> tuple[Any, float]:
     """`all_gather`, and the bytes that a device sends for it (`gather_bytes`).
 
@@ -505,8 +514,8 @@ def gathered(
         replicas: mapped axes on which the arrays are equal: each device there sends one part of them, and then they
             send each other what arrived.
         buckets: number of the bucket of each array; None for a single bucket.
-        in_order: for each array how it can be cut (`payloads.in_order`), where whoever reads the result knows what to
-            do with a `backend.Arriving` in the place of a long one.
+        per_tile: for each array how it can be cut (`payloads.per_tile`), 0 where it cannot, if whoever reads the result
+            knows what to do with a `backend.Arriving` in the place of a long one.
     """
     if not axis:
         return jax.tree.map(lambda a: a[None], tree), 0.0
@@ -516,8 +525,8 @@ def gathered(
     before: Any = None
     for lane in word_lanes(leaves, buckets):
         (first, *others), workers = lane.places, axis_size(axis)
-        if in_order and not others and buckets is None and devices == 1:
-            arrived[first] = _arriving(leaves[first], axis, workers, in_order[first])
+        if per_tile and not others and buckets is None and devices == 1:
+            arrived[first] = _arriving(leaves[first], axis, workers, per_tile[first])
         if arrived[first] is not None:
             sent += _bytes_gathered(lane, workers, devices)
             continue
@@ -533,11 +542,11 @@ def gathered(
     return jax.tree.unflatten(structure, arrived), sent
 
 
-def _arriving(own: Array, axis: Axis, workers: int, held: int) -> Arriving | None:
+def _arriving(own: Array, axis: Axis, workers: int, per_tile: int) -> Arriving | None:
     """A long array of messages that cross when they are read; None for one that crosses now."""
-    if not held or own.size % held or workers == 1 or not is_mesh(axis) or own.size > MOST_ARRIVING:
+    if not per_tile or own.size % per_tile or workers == 1 or not is_manual(axis) or own.size > MOST_ARRIVING:
         return None
-    count = in_sections(workers * own.size * own.dtype.itemsize, own.size // held * TOGETHER)
+    count = count_of_sections(workers * own.size * own.dtype.itemsize, own.size // per_tile * TOGETHER)
     if count < 2:
         return None
 
@@ -546,7 +555,7 @@ def _arriving(own: Array, axis: Axis, workers: int, held: int) -> Arriving | Non
             rows = gather(as_words(part), axis)
         return lax.bitcast_convert_type(rows, own.dtype)
 
-    return Arriving(own, exchange, held, count)
+    return Arriving(own, exchange, per_tile, count)
 
 
 def gathers_for_less(workers: int, exact: bool) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jaxcomp.arrays import bounded, key_data, wide, wide_like, wrap_key
+from jaxcomp.arrays import bounded, key_data, wide, wrap_key
 from jaxcomp.backend import (
     all_there,
     in_place,
@@ -516,7 +516,7 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], s
     add: `accumulate` of the compressor. sizes: of leaves to which it will be cut, if nothing else reads it: then a long
     sum of sparse messages may be left unmade, and leaves may be decoded by themselves.
     """
-    compressor, like = parcel.compressor, wide_like(parcel.like)
+    compressor, like = parcel.compressor, jax.ShapeDtypeStruct(parcel.like.shape, wide(parcel.like.dtype))
     if arrived.mean is not None:
         return arrived.mean
     if arrived.payloads is None:
@@ -538,11 +538,9 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], s
         found = varying(on_equal_types(total, payloads, weights, parcel.shared), way.outer)
         return way.mean_of(found)
 
-    payloads = arrived.payloads
-    if compressor.spec.entrywise:  # and so may still have to cross
-        if is_apart(like.size, sizes):
-            return made_in_pieces(made, payloads, sizes)
-        payloads = all_there(payloads)
+    if compressor.spec.entrywise and is_apart(like.size, sizes):
+        return made_in_pieces(made, arrived.payloads, sizes)
+    payloads = all_there(arrived.payloads)
     return made(payloads) if sizes else materialized(made(payloads))
 
 

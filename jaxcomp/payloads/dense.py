@@ -17,9 +17,9 @@ from jaxcomp.payloads.registry import (
     Family,
     code_bits,
     encode_message,
-    in_order,
     lane_bytes,
     num_entries,
+    per_tile,
     read_record,
     register,
     same_everywhere,
@@ -113,8 +113,8 @@ def _read_scaled(reader: Reader) -> Scaled:
     return Scaled(read_array(reader, "Scaled.values"), read_array(reader, "Scaled.scale"))
 
 
-def _in_order(payload: Dense) -> list[int]:
-    return [TOGETHER] if hasattr(payload.values, "dtype") else in_order(payload.values)
+def _per_tile(payload: Dense) -> list[int]:
+    return [TOGETHER] if hasattr(payload.values, "dtype") else per_tile(payload.values)
 
 
 register(
@@ -128,7 +128,7 @@ register(
         unpack=_unpack,
         entries=_entries,
         limits=same_everywhere,
-        in_order=_in_order,
+        per_tile=_per_tile,
     )
 )
 register(
@@ -142,6 +142,6 @@ register(
         unpack=uncoded_like,
         entries=lambda payload: payload.values.size,
         limits=same_everywhere,
-        in_order=lambda payload: [TOGETHER, 0],
+        per_tile=lambda payload: [TOGETHER, 0],
     )
 )

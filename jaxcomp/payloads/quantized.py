@@ -326,7 +326,7 @@ def _read_some(reader: Reader) -> Quantized:
     return Quantized(norms, words)
 
 
-def _in_order(payload: Quantized) -> list[int]:
+def _per_tile(payload: Quantized) -> list[int]:
     width, groups = payload.words.shape
     return [0, TILE * width if groups and tile_of(groups, width) == TILE else 0]
 
@@ -347,6 +347,6 @@ register(
         unpack=_unpack,
         entries=lambda payload: None,
         limits=same_everywhere,
-        in_order=_in_order,
+        per_tile=_per_tile,
     )
 )

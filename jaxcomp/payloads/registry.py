@@ -30,10 +30,10 @@ __all__ = [
     "counted",
     "decode_message",
     "encode_message",
-    "in_order",
     "lane_bytes",
     "limits",
     "num_entries",
+    "per_tile",
     "read_record",
     "register",
     "same_everywhere",
@@ -87,8 +87,9 @@ class Family(NamedTuple):
     entries(payload): how many entries of the vector it carries; None for all of them.
     limits(payload, lengths): for each array (lengths, what padding holds), or None for all of it.
     entropy: whether even its "fixed" code is an entropy code, whose bits cost an instance of it to count.
-    in_order(payload): for each array how many numbers of it, one after the other, are of the first `backend.TOGETHER`
-        entries of the vector, the next of the next ones, and so on; 0 where that is not so. None: of no array.
+    per_tile(payload): for each array how many of its numbers belong to a tile of `backend.TOGETHER` entries: tile after
+        tile, in the order of the vector, so that the array is cut where the vector is; 0 for other arrays. None: for
+        all of them.
     """
 
     type: type
@@ -101,7 +102,7 @@ class Family(NamedTuple):
     entries: Callable[[Any], Array | int | None]
     limits: Callable[[Any, Any], list]
     entropy: bool = False
-    in_order: Callable[[Any], list[int]] | None = None
+    per_tile: Callable[[Any], list[int]] | None = None
 
 
 _families: dict[type, Family] = {}
@@ -358,11 +359,15 @@ def counted(payload: Any, like: Any, code: str | None) -> tuple[int, jax.Array, 
     return lane_bytes(payload), jnp.sum(bits), entries
 
 
-def in_order(payload: Any) -> list[int]:
-    """`Family.in_order` of a payload: how its arrays can be cut where its vector is cut."""
+def per_tile(payload: Any) -> list[int]:
+    """For each array how many of its numbers belong to a tile of entries (`Family.per_tile`); 0 if it cannot be cut.
+
+    Args:
+        payload: of arrays or of their shapes.
+    """
     family = _families.get(type(payload))
     none = [0] * len(jax.tree.leaves(payload))
-    return none if family is None or family.in_order is None else family.in_order(payload)
+    return none if family is None or family.per_tile is None else family.per_tile(payload)
 
 
 def limits(payload: Any, lengths: Any) -> list:

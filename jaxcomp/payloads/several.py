@@ -15,8 +15,8 @@ from jaxcomp.payloads.registry import (
     Family,
     code_bits,
     encode_message,
-    in_order,
     num_entries,
+    per_tile,
     read_record,
     register,
     same_everywhere,
@@ -81,8 +81,8 @@ def _entries(payload: Several) -> Any:
     return total
 
 
-def _in_order(payload: Several) -> list[int]:
-    return [held for part in payload.parts for held in in_order(part)]
+def _per_tile(payload: Several) -> list[int]:
+    return [held for part in payload.parts for held in per_tile(part)]
 
 
 register(
@@ -96,6 +96,6 @@ register(
         unpack=_unpack,
         entries=_entries,
         limits=same_everywhere,
-        in_order=_in_order,
+        per_tile=_per_tile,
     )
 )

@@ -10,8 +10,9 @@ from variants import variants
 
 import jaxcomp as jc
 from jaxcomp import backend
-from jaxcomp.backend import LONG
+from jaxcomp.backend import LONG, TOGETHER
 from jaxcomp.exchange import collectives
+from jaxcomp.payloads import per_tile
 
 WORKERS = 3
 SHAPES = {
@@ -20,7 +21,7 @@ SHAPES = {
     "c": (1030,),
     "d": (LONG + 1,),
     "e": (5,),
-    "f": (3, LONG),
+    "f": (2, LONG),
     "g": (1500,),
 }
 MANY_SMALL = {"a": (LONG,), **{f"b{i}": (40_000,) for i in range(5)}, "c": (LONG,)}  # too many to be picked
@@ -42,6 +43,19 @@ CASES = {
     },
     "direct": {"method": jc.direct, "compressor": lambda: jc.block_scaled("int8")},
     "words that are not in order": {"compressor": jc.natural, "once": True},
+    "nothing but empty leaves is small": {
+        "compressor": lambda: jc.flat(jc.block_scaled("int4")),
+        "shapes": {"a": (0,), "b": (2, LONG), "c": (LONG,), "d": (LONG,), "e": (0, 3)},
+    },
+    "empty leaves by themselves and beside small ones": {
+        "compressor": lambda: jc.flat(jc.block_scaled("int4")),
+        "shapes": {"a": (0,), "b": (LONG,), "c": (40_000,), "d": (0,), "e": (40_000,), "f": (LONG,), "g": (0,)},
+    },
+    "one leaf that is nearly all": {
+        "compressor": lambda: jc.block_scaled("int4"),
+        "shapes": {"a": (4, LONG), "b": (2000,)},
+        "once": True,
+    },
     "many small leaves": {"compressor": lambda: jc.block_scaled("int4"), "shapes": MANY_SMALL},
 }
 
@@ -86,6 +100,7 @@ def two_rounds(
 
 
 KEPT = {"int4", "nvfp4, of two parts", "8 bits, by gather, weighted", "scaled floats of 8 bits", "many small leaves"}
+KEPT |= {"nothing but empty leaves is small", "empty leaves by themselves and beside small ones"}
 
 
 @pytest.mark.parametrize("name", variants(CASES, KEPT | {"f16, whose mean is asked for"}))
@@ -98,3 +113,26 @@ def test_directions_are_those_of_whole_messages(name, monkeypatch, seed):
     assert whole_bytes == parted_bytes
     assert sum(one) == sum(several)  # not a word more
     assert len(several) == len(one) if case.get("once") else len(several) > len(one) + 3
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [jc.block_scaled("int4"), jc.block_scaled("nvfp4"), jc.dithering(7), jc.cast("float8_e4m3fn")],
+    ids=repr,
+)
+def test_an_entry_is_decoded_from_its_own_tile(compressor, key):
+    """And from arrays that cross whole: so the numbers of other tiles need not be there."""
+    x, tile = jax.random.normal(key, (8 * TOGETHER,)), slice(3 * TOGETHER, 4 * TOGETHER)
+    state = compressor.init(key, x)
+    payload, _ = compressor.compress(key, x, state)
+    assert compressor.spec.entrywise
+    arrays, structure = jax.tree.flatten(payload)
+    for i, held in enumerate(per_tile(payload)):
+        if held and arrays[i].size * TOGETHER == held * x.size:  # else it belongs to another array
+            own = arrays[i].reshape(-1)
+            there = (jnp.arange(own.size) // held) == 3
+            arrays[i] = jnp.where(there, own, jnp.zeros((), own.dtype)).reshape(arrays[i].shape)
+    other = jax.tree.unflatten(structure, arrays)
+    whole, part = (compressor.decompress(p, state.shared, x) for p in (payload, other))
+    np.testing.assert_array_equal(whole[tile], part[tile])
+    assert np.any(whole != part)

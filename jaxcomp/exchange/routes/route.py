@@ -16,7 +16,7 @@ from jaxcomp.exchange.axes import Axis
 from jaxcomp.exchange.collectives import all_gather, summed
 from jaxcomp.exchange.links import DEFAULT, Cost, Levels, Link
 from jaxcomp.groups import Layout
-from jaxcomp.payloads import in_order, lane_bytes
+from jaxcomp.payloads import lane_bytes, per_tile
 
 __all__ = [
     "Arrived",
@@ -192,14 +192,14 @@ def sums(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float]:
 
 
 def cuts_of(parcels: Sequence[Parcel]) -> list[int]:
-    """How each array of the payloads can be cut (`payloads.in_order`), so that it may cross later, in sections; 0 for
+    """How each array of the payloads can be cut (`payloads.per_tile`), so that it may cross later, in sections; 0 for
     what must cross whole: all that is not coded entry by entry, and stacks."""
-    counts: list[int] = []
+    found: list[int] = []
     for compressor, payload, _, like, _ in parcels:
-        arrays = jax.tree.leaves(payload)
-        each = in_order(payload) if compressor.spec.entrywise and len(like.shape) == 1 else [0] * len(arrays)
-        counts += [n if x.size * TOGETHER == n * like.size else 0 for x, n in zip(arrays, each, strict=True)]
-    return counts
+        arrays, dense = jax.tree.leaves(payload), compressor.spec.entrywise and len(like.shape) == 1
+        each = per_tile(payload) if dense else [0] * len(arrays)
+        found += [n if x.size * TOGETHER == n * like.size else 0 for x, n in zip(arrays, each, strict=True)]
+    return found
 
 
 def gathered_by(gather: Gather, parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float | Array]:
