@@ -257,8 +257,9 @@ def _grouped(layout: Layout, leaves: dict[int, Any], paths: list[str], bare: boo
         runs = [list(leaves)] if bare else _runs(list(leaves), leaves, layout.longest)
         numbers = range(len(runs)) if len(runs) > 1 else [None]
         shapes = [_shape(sum(leaves[i].size for i in run), layout) for run in runs]
-        each = zip(runs, shapes, numbers, strict=True)
-        return [Group(tuple(run), shape, _common(dtypes), number=number) for run, shape, number in each]
+        kinds = [_common(leaves[i].dtype for i in run) for run in runs]
+        each = zip(runs, shapes, kinds, numbers, strict=True)
+        return [Group(tuple(run), shape, kind, number=number) for run, shape, kind, number in each]
     is_small = lambda leaf: leaf.size < layout.dense_below or (by_shape and leaf.ndim < 2)
     small = [i for i, leaf in leaves.items() if is_small(leaf)]
     if layout.unit == "tree" and not (layout.fixed and len(small) < len(leaves)):
