@@ -81,12 +81,12 @@ ROADS = {
     "error_feedback(top_k)": (
         jc.error_feedback(jc.top_k(0.01)),
         ["algorithms/error_feedback.py", "compressors/sparsify.py", "select.py", "exchange/routes/auto.py"],
-        Walk([""] * 19, 241, 211, 442),
+        Walk([""] * 19, 243, 211, 437),
     ),
     "direct(identity)": (
         jc.direct(jc.identity()),
         ["algorithms/direct.py", "compressors/dense.py", "exchange/routes/auto.py", "exchange/routes/route.py"],
-        Walk([""] * 16, 174, 122, 319),
+        Walk([""] * 16, 174, 120, 307),
     ),
 }
 
