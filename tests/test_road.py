@@ -1,11 +1,14 @@
 """The road of one gradient, as it is walked: files, switches between them, functions and calls of one update.
 
 Every function of the package that is entered while one update is traced counts, without exemptions; comprehensions do
-not, which some versions of Python inline. The numbers are what they are: who makes the road shorter writes the smaller
-numbers down here.
+not, which some versions of Python inline. Each walk is that of a process of its own: what was traced before, by other
+tests, would be entered no more. The numbers are what they are: who makes the road shorter writes the smaller numbers
+down here.
 """
 
+import json
 import os
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -67,38 +70,18 @@ def walked(function, *args):
     return Walk(list(files), len(order), len(calls), sum(calls.values()))
 
 
+def walked_alone(name):
+    """The same, of one of `MADE`, in a process of its own."""
+    command = [sys.executable, __file__, name]
+    return Walk(*json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
+
+
 def update_of(algorithm):
     """One update of `compressed_mean` among workers under vmap, and the shapes of its arguments."""
     tx = jc.compressed_mean(algorithm, AXIS)
     state, axes = jc.init_state(tx, TREE, WORKERS, AXIS)
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((WORKERS, *x.shape), x.dtype), TREE)
     return jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS), grads, state
-
-
-# The files in which something happens to the gradient, in this order; what stands beside them, arrays, collectives,
-# counts, is entered from many of these.
-ROADS = {
-    "error_feedback(top_k)": (
-        jc.error_feedback(jc.top_k(0.01)),
-        ["algorithms/error_feedback.py", "compressors/sparsify.py", "select.py", "exchange/routes/auto.py"],
-        Walk([""] * 19, 243, 211, 437),
-    ),
-    "direct(identity)": (
-        jc.direct(jc.identity()),
-        ["algorithms/direct.py", "compressors/dense.py", "exchange/routes/auto.py", "exchange/routes/route.py"],
-        Walk([""] * 16, 174, 120, 307),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ROADS)
-def test_the_walk_of_one_update(name):
-    algorithm, middle, most = ROADS[name]
-    walk = walked(*update_of(algorithm))
-    road = ["transforms/compressed_mean.py", "exchange/driver.py", "groups.py", *middle]
-    assert [file for file in walk.files if file in road] == road
-    found = Walk([""] * len(walk.files), *walk[1:])
-    assert all(a <= b for a, b in zip((len(found.files), *found[1:]), (len(most.files), *most[1:]), strict=True)), walk
 
 
 def gradients_of(algorithm):
@@ -117,11 +100,38 @@ def local_updates_of(algorithm):
     return jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS), own, state, own
 
 
-@pytest.mark.parametrize(("made", "most"), [(gradients_of, 25), (local_updates_of, 23)])
-def test_the_files_of_what_is_built_on_it(made, most):
-    algorithm, middle, _ = ROADS["error_feedback(top_k)"]
-    files = walked(*made(algorithm)).files
-    assert [file for file in files if file in middle] == middle
+TOP_K = jc.error_feedback(jc.top_k(0.01))
+MADE = {
+    "error_feedback(top_k)": lambda: update_of(TOP_K),
+    "direct(identity)": lambda: update_of(jc.direct(jc.identity())),
+    "value_and_grad": lambda: gradients_of(TOP_K),
+    "local_updates": lambda: local_updates_of(TOP_K),
+}
+
+# The files in which something happens to the gradient, in this order; what stands beside them, arrays, collectives,
+# counts, is entered from many of these.
+ROAD = ["transforms/compressed_mean.py", "exchange/driver.py", "groups.py"]
+ERROR_FEEDBACK = ["algorithms/error_feedback.py", "compressors/sparsify.py", "select.py", "exchange/routes/auto.py"]
+DIRECT = ["algorithms/direct.py", "compressors/dense.py", "exchange/routes/auto.py", "exchange/routes/route.py"]
+ROADS = {
+    "error_feedback(top_k)": (ROAD + ERROR_FEEDBACK, Walk([""] * 19, 243, 211, 437)),
+    "direct(identity)": (ROAD + DIRECT, Walk([""] * 16, 174, 120, 307)),
+}
+
+
+@pytest.mark.parametrize("name", ROADS)
+def test_the_walk_of_one_update(name):
+    road, most = ROADS[name]
+    walk = walked_alone(name)
+    assert [file for file in walk.files if file in road] == road
+    assert len(walk.files) <= len(most.files), walk
+    assert all(found <= bound for found, bound in zip(walk[1:], most[1:], strict=True)), walk
+
+
+@pytest.mark.parametrize(("name", "most"), [("value_and_grad", 25), ("local_updates", 23)])
+def test_the_files_of_what_is_built_on_it(name, most):
+    files = walked_alone(name).files
+    assert [file for file in files if file in ERROR_FEEDBACK] == ERROR_FEEDBACK
     assert len(files) <= most, files
 
 
@@ -129,3 +139,7 @@ def test_the_platform_is_asked_in_two_files():
     """`backend.py`, and the collectives."""
     asking = [file for file in PACKAGE.rglob("*.py") if "platform()" in file.read_text()]
     assert {file.relative_to(PACKAGE).as_posix() for file in asking} <= {"backend.py", "exchange/collectives.py"}
+
+
+if __name__ == "__main__":
+    print(json.dumps(walked(*MADE[sys.argv[1]]())))
