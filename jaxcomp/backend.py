@@ -10,12 +10,11 @@ knows how to make them.
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -174,19 +173,6 @@ def recomputes(grads: Sequence[Any]) -> bool:
     return platform() == "gpu" and traced and few
 
 
-_kept = contextvars.ContextVar("kept", default=True)
-
-
-@contextlib.contextmanager
-def nothing_kept() -> Iterator[None]:
-    """In here each reader computes again what `in_place` would keep for several."""
-    before = _kept.set(False)
-    try:
-        yield
-    finally:
-        _kept.reset(before)
-
-
 def seen_anew(tree: Tree) -> Tree:
     """The same arrays for another reader: what is computed of the result is not kept from one reader to the next.
 
@@ -198,23 +184,23 @@ def seen_anew(tree: Tree) -> Tree:
 def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> Tree:
     """function(memory, x), with shapes and dtypes of the memory: computed once, and in its place.
 
-    Outside of any program it is computed operation by operation.
+    XLA for GPUs does so by itself, and looks for largest entries in the same loop, where no barrier stands between
+    them. One stays for 16 bits, whose sum XLA rounds only there. Outside of any program it is computed operation by
+    operation.
     """
     traced = any(isinstance(a, Tracer) for a in jax.tree.leaves((memory, x)))
     if not traced or not any(a.size for a in jax.tree.leaves(x)):
         return function(memory, x)
-    if platform() != "cpu":
-        return lax.optimization_barrier(function(memory, x)) if _kept.get() else function(memory, x)
-    return backend_cpu.in_place(function, memory, x)
+    if platform() == "cpu":
+        return backend_cpu.in_place(function, memory, x)
+    is_free = platform() == "gpu" and all(a.dtype.itemsize >= 4 for a in jax.tree.leaves(memory))
+    return function(memory, x) if is_free else lax.optimization_barrier(function(memory, x))
 
 
 def step_in_place(tree: Tree, step: Any, change: Tree) -> Tree:
-    """tree + step change, saturated, in the place of the tree. XLA for GPUs writes it in one loop with what is computed
-    of it, where `in_place` does not stand between them. It stays for 16 bits: XLA rounds their sum only there.
-    """
+    """tree + step change, saturated, in the place of the tree."""
     one = lambda h, m: bounded(h + jnp.asarray(step, h.dtype) * m)
-    is_free = lambda h: platform() == "gpu" and h.dtype.itemsize >= 4
-    return jax.tree.map(lambda h, m: one(h, m) if is_free(h) else in_place(one, h, m), tree, change)
+    return jax.tree.map(lambda h, m: in_place(one, h, m), tree, change)
 
 
 def shared_program(function: Callable[..., Tree]) -> Callable[..., Tree]:
@@ -593,7 +579,7 @@ def accumulated(one: Callable[..., Array], memory: Tree, grads: Tree, *others: T
         if isinstance(g, Pieces):
             if _on_cpu(e) and 0 < e.size < 2**31:
                 return backend_cpu.piece_by_piece(one, e, g, *others)
-            if len(g.leaves) > 1 and platform() != "cpu":
+            if len(g.leaves) > {"cpu": math.inf, "gpu": OPERANDS}.get(platform(), 1):
                 return materialized(_added_in_parts(one, e, g, *others))
             g = joined(g, e)
         return in_place(backend_cpu.of_several(one), e, (g, *others))

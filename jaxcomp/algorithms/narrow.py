@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.backend import Pieces, joined, nothing_kept, recomputes, seen_anew
+from jaxcomp.backend import Pieces, joined, recomputes, seen_anew
 from jaxcomp.base import Algorithm, Mean, Round, answered, stepped
 from jaxcomp.floats import rounded_to
 from jaxcomp.hashing import random_bits, random_uniform
@@ -202,8 +202,7 @@ class _Again:
         reply: Any = None
         while True:
             try:
-                with nothing_kept():
-                    asked = steps.send(reply)
+                asked = steps.send(reply)
             except StopIteration as end:
                 return end.value
             reply = yield asked
@@ -220,5 +219,4 @@ class _Again:
             answer, arrays = next(noted)
             return answer.again(request.message, arrays) if isinstance(request, Mean) else arrays
 
-        with nothing_kept():
-            return answered(self.run(*self.given), lambda requests: list(map(one, requests)))[1]
+        return answered(self.run(*self.given), lambda requests: list(map(one, requests)))[1]

@@ -242,7 +242,7 @@ def _ends_of(signed: bool) -> Callable[[Array], tuple[Array, Array]]:
 
     signed: whether more is asked than the larger one of both, for which the largest magnitude serves twice.
     """
-    both = form(_both_ends if signed else _magnitudes, _ends_on_cpu)
+    both = form(_both_ends, _ends_on_cpu, _pairs_of_ends) if signed else form(_magnitudes, _ends_on_cpu)
 
     def ends(rows: Array) -> tuple[Array, Array]:
         most, least = both(rows)
@@ -259,6 +259,17 @@ def _both_ends(rows: Array) -> tuple[Array, Array]:
     both = lambda a, b: (larger(finite(a[0]), finite(b[0])), smaller(finite(a[1]), finite(b[1])))
     zero = np.zeros((), rows.dtype)
     return lax.reduce((rows, rows), (zero, zero), both, (1,))
+
+
+def _pairs_of_ends(rows: Array) -> tuple[Array, Array]:
+    """The same, as the two parts of complex numbers: XLA for GPUs looks for them in the loop that computes the rows,
+    which it does not where a reduction has two results.
+    """
+    largest = lambda a, b: jnp.maximum(finite(a), finite(b))
+    both = lambda a, b: lax.complex(*(largest(part(a), part(b)) for part in (lax.real, lax.imag)))
+    pairs = lax.complex(rows, -rows)
+    ends = lax.reduce(pairs, np.zeros((), pairs.dtype), both, (1,))
+    return lax.real(ends), -lax.imag(ends)
 
 
 def _magnitudes(rows: Array) -> tuple[Array, Array]:

@@ -8,6 +8,7 @@ import oracles_scales as oracle
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from jitted import made_for
 from variants import variants
 
 import jaxcomp as jc
@@ -239,3 +240,15 @@ def test_routes_and_error_feedback(via, key, seed):
         total = total + np.asarray(mean)
     exact = 8 * np.asarray(x).mean(0)
     assert np.sum(np.square(total - exact)) < 1e-3 * np.sum(np.square(exact))
+
+
+@pytest.mark.parametrize("format", ["int4", "int8"])
+@pytest.mark.parametrize("kind", [jnp.float32, jnp.bfloat16])
+def test_a_gpu_finds_the_same_ends_of_blocks(format, kind, seed):
+    """There both are looked for at once, as parts of complex numbers."""
+    x = vector(seed)
+    x[:6] = np.nan, np.inf, -np.inf, -0.0, 1e-41, -3.0
+    x[200:328] = np.where(np.arange(128) % 2, np.nan, -np.abs(x[200:328]))
+    compress = lambda x: jc.block_scaled(format).compress(jax.random.key(0), x, jc.State())[0]
+    here, there = (made_for(name, compress, jnp.asarray(x, kind)) for name in ("tpu", "gpu"))
+    jax.tree.map(np.testing.assert_array_equal, here, there)
