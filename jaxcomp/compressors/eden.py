@@ -37,7 +37,6 @@ from jaxcomp.compressors.hadamard import Rotation, rotation_of
 from jaxcomp.compressors.rotate import BLOCK, Rotated, check_block, clipped, key_of
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.factories import factory
-from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.norms import max_abs
 from jaxcomp.packing import pack, unpack
 from jaxcomp.payloads import Quantized, Several
@@ -46,6 +45,7 @@ __all__ = ["centroids", "distortion", "drive", "eden"]
 
 Array = jax.Array
 LEAST = 0.86
+UNIT = 2.0**13  # times which entries are rotated: then the smallest are not lost, nor do sums of the largest overflow
 # By bits 0 .. 8, each rounded up; recomputed in the tests.
 ERRORS = (1.0, 0.509, 0.307, 0.0966, 0.02755, 0.0074, 0.00193, 0.000493, 0.000126)
 
@@ -250,14 +250,6 @@ class _Code:
         return jnp.concatenate([high, low], axis=1)
 
 
-def _unit(x: Array) -> tuple[Array, Array]:
-    """x, saturated, over a power of two with which no square overflows, and that power of two."""
-    x = clipped(x)
-    info = jnp.finfo(x.dtype)
-    exponent = jnp.clip(exponent_of(max_abs(x)), info.minexp + 1, -info.minexp - 1)
-    return x * power_of_two(-exponent, x.dtype), power_of_two(exponent, x.dtype)
-
-
 def _room(payload: Any, dtype: Any) -> Array:
     """A power of two, one unless scales are huge, times which they are rotated back without overflow."""
     norms = (payload.parts[0] if isinstance(payload, Several) else payload).norms
@@ -282,20 +274,20 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
         return State((), Rotated(key_data(shared_key), ()))
 
     def compress(key, x, state):
-        rotation, (x, unit) = rotation_of(x.shape[0], block), _unit(x)
+        rotation, x = rotation_of(x.shape[0], block), clipped(x) * UNIT
         y = rotation.forward(x, key_of(state.shared))
         codes, others, scales = [], [], []
         safe = lambda sigma: jnp.where(sigma > 0, sigma, jnp.ones((), sigma.dtype))
-        each = zip(rotation.cut(y), rotation.cut(materialized(y)), rotation.energies(x, y), strict=True)
-        for rows, again, energy in each:
-            sigma = jnp.sqrt(energy)[:, None]
+        each = zip(rotation.cut(y), rotation.cut(materialized(y)), rotation.deviations(x, y), strict=True)
+        for rows, again, sigma in each:
+            sigma = sigma[:, None]
             high, low, _ = code.encode(rows / safe(sigma))
             codes.append(high)
             others.append(low)
             normal = again / safe(sigma)
             scales.append(_scales(normal, code.encode(normal)[2], least) * sigma[:, 0])
         joined = lambda parts, dtype: jnp.concatenate(parts) if parts else jnp.zeros((0,), dtype)
-        scale = bounded(joined(scales, x.dtype) * unit, jnp.float32)
+        scale = bounded(joined(scales, x.dtype) / UNIT, jnp.float32)
         payload = Quantized(scale, pack(joined(codes, jnp.uint32), code.high))
         if code.fraction and code.low:
             rest = Quantized(jnp.zeros((0,), jnp.float32), pack(joined(others, jnp.uint32), code.low))

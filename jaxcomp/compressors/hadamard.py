@@ -22,6 +22,7 @@ from jax import lax
 
 from jaxcomp.backend import form, in_tiles
 from jaxcomp.hashing import random_bits
+from jaxcomp.norms import block_norms
 
 __all__ = ["Rotation", "rotation_of"]
 
@@ -91,17 +92,18 @@ class Rotation(NamedTuple):
         parts = [y[:whole].reshape(self.rows - 1, self.block)] if whole else []
         return [*parts, y[whole : self.size - self.block][None], y[self.size - self.block :][None]]
 
-    def energies(self, x: Array, y: Array) -> list[Array]:
-        """Mean square of the blocks of which the pieces are parts, [rows] for each of `cut`.
+    def deviations(self, x: Array, y: Array) -> list[Array]:
+        """Root mean square of the blocks of which the pieces are parts, [rows] for each of `cut`.
 
         Rotating keeps norms, so those of the whole blocks are those of x.
         """
         if not self.rows:
             return []
-        whole = jnp.mean(jnp.square(x[: self.rows * self.block].reshape(self.rows, self.block)), axis=1)
+        of = lambda blocks: block_norms(blocks, 2) / math.sqrt(self.block)
+        whole = of(x[: self.rows * self.block].reshape(self.rows, self.block))
         if not self.tail:
             return [whole]
-        last = jnp.mean(jnp.square(y[self.size - self.block :]))[None]
+        last = of(y[None, self.size - self.block :])
         return [*([whole[:-1]] if self.rows > 1 else []), whole[-1:], last]
 
 
