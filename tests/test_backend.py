@@ -12,7 +12,7 @@ from variants import variants
 
 import jaxcomp as jc
 from experiments.bench.trees import temporary, update_of
-from jaxcomp import backend
+from jaxcomp import backend, backend_gpu
 from jaxcomp.arrays import like_of
 from jaxcomp.backend import LONG, Pieces, SparseSum, accumulated, cut_apart, joined, shared_program
 from jaxcomp.backend_cpu import FEW
@@ -277,7 +277,7 @@ PIECES = {
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("case", PIECES)
 def test_pieces_are_decoded_where_they_belong(case, mapped, seed, monkeypatch):
-    monkeypatch.setattr(backend, "APART", 4)
+    monkeypatch.setattr(backend_gpu, "APART", 4)
     monkeypatch.setattr(backend, "platform", lambda mesh=None: "gpu")
     sizes, rest = PIECES[case], 5
     (messages,) = drawn(seed, [3 * (sum(sizes) + rest)])

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import as_words, sum_rows, weighted
-from jaxcomp.backend import TOGETHER, Arriving, count_of_sections, cut_apart, platform, side_by_side
+from jaxcomp.backend import count_of_sections, cut_apart, platform, side_by_side
 from jaxcomp.backend_cpu import opaque_true
+from jaxcomp.backend_gpu import TOGETHER, Arriving
 from jaxcomp.exchange.axes import (
     Axis,
     axis_index,
@@ -516,7 +517,7 @@ def gathered(
             send each other what arrived.
         buckets: number of the bucket of each array; None for a single bucket.
         per_tile: for each array how it can be cut (`payloads.per_tile`), 0 where it cannot, if whoever reads the result
-            knows what to do with a `backend.Arriving` in the place of a long one.
+            knows what to do with a `backend_gpu.Arriving` in the place of a long one.
     """
     if not axis:
         return jax.tree.map(lambda a: a[None], tree), 0.0

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxcomp.backend import TOGETHER
+from jaxcomp.backend_gpu import TOGETHER
 from jaxcomp.payloads.registry import (
     Choices,
     Coding,

@@ -87,9 +87,9 @@ class Family(NamedTuple):
     entries(payload): how many entries of the vector it carries; None for all of them.
     limits(payload, lengths): for each array (lengths, what padding holds), or None for all of it.
     entropy: whether even its "fixed" code is an entropy code, whose bits cost an instance of it to count.
-    per_tile(payload): for each array how many of its numbers belong to a tile of `backend.TOGETHER` entries: tile after
-        tile, in the order of the vector, so that the array is cut where the vector is; 0 for other arrays. None: for
-        all of them.
+    per_tile(payload): for each array how many of its numbers belong to a tile of `backend_gpu.TOGETHER` entries: tile
+        after tile, in the order of the vector, so that the array is cut where the vector is; 0 for other arrays. None:
+        for all of them.
     """
 
     type: type

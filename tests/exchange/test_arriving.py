@@ -9,8 +9,9 @@ import pytest
 from variants import variants
 
 import jaxcomp as jc
-from jaxcomp import backend
-from jaxcomp.backend import LONG, TOGETHER
+from jaxcomp import backend, backend_gpu
+from jaxcomp.backend import LONG
+from jaxcomp.backend_gpu import TOGETHER
 from jaxcomp.exchange import collectives
 from jaxcomp.payloads import per_tile
 
@@ -77,7 +78,7 @@ def two_rounds(
     del once
     for module in (backend, collectives):
         monkeypatch.setattr(module, "platform", lambda mesh=None: "gpu")
-    monkeypatch.setattr(backend, "SECTION", section)
+    monkeypatch.setattr(backend_gpu, "SECTION", section)
     monkeypatch.setattr(collectives, "ALONE_BYTES_ON_GPU", 2**16)
     rng = np.random.default_rng(seed)
     rounds = [{k: jnp.asarray(rng.normal(size=(WORKERS, *s)), dtype) for k, s in shapes.items()} for _ in range(2)]

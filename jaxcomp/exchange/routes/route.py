@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from jaxcomp.arrays import bounded, wide
-from jaxcomp.backend import TOGETHER, SparseSum
+from jaxcomp.backend import SparseSum
+from jaxcomp.backend_gpu import TOGETHER
 from jaxcomp.base import Compressor, State, lengths
 from jaxcomp.exchange.axes import Axis
 from jaxcomp.exchange.collectives import all_gather, summed
