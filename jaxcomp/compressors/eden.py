@@ -110,7 +110,7 @@ def _errors(bits: float) -> float:
 
 
 def _encode(y: Array, bits: int) -> tuple[Array, Array]:
-    """Codes u32 of the nearest centroids (magnitude, then sign in the last bit), and the centroids themselves."""
+    """Codes u32 of the nearest centroids (magnitude, then sign in the last bit), and their magnitudes."""
     table = centroids(bits)
     size, level = jnp.abs(y), jnp.zeros(y.shape, jnp.uint32)
     value = jnp.full(y.shape, table[0], y.dtype)
@@ -118,8 +118,7 @@ def _encode(y: Array, bits: int) -> tuple[Array, Array]:
         above = size > jnp.asarray((a + b) / 2, y.dtype)
         level = level + above.astype(jnp.uint32)
         value = value + jnp.where(above, jnp.asarray(b - a, y.dtype), jnp.zeros((), y.dtype))
-    negative = y < 0
-    return level * jnp.uint32(2) + negative.astype(jnp.uint32), jnp.where(negative, -value, value)
+    return level * jnp.uint32(2) + (y < 0).astype(jnp.uint32), value
 
 
 def _decode(codes: Array, bits: int, dtype: Any) -> Array:
@@ -227,7 +226,7 @@ class _Code:
         return length if not self.fraction else min(length, math.ceil(self.fraction * length - 1e-9))
 
     def encode(self, rows: Array) -> tuple[Array, Array, Array]:
-        """Codes of both kinds, flat, and the centroids."""
+        """Codes of both kinds, flat, and the magnitudes of the centroids."""
         count = self.first(rows.shape[1])
         codes, values = _encode(rows[:, :count], self.high)
         rest = rows[:, count:]
@@ -257,7 +256,7 @@ def _room(payload: Any, dtype: Any) -> Array:
 
 
 def _scales(rows: Array, values: Array, least: float | None) -> Array:
-    """S of each row (see above), 0 for a row of zeros; least: of cos^2, for the unbiased scale."""
+    """S of each row (see above) of magnitudes, 0 for a row of zeros; least: of cos^2, for the unbiased scale."""
     inner, square, energy = (jnp.sum(a, axis=1) for a in (rows * values, values * values, rows * rows))
     some = energy > 0
     safe = lambda a: jnp.where(some & (a > 0), a, jnp.ones((), a.dtype))
@@ -284,7 +283,7 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
             high, low, _ = code.encode(rows / safe(sigma))
             codes.append(high)
             others.append(low)
-            normal = again / safe(sigma)
+            normal = jnp.abs(again / safe(sigma))
             scales.append(_scales(normal, code.encode(normal)[2], least) * sigma[:, 0])
         joined = lambda parts, dtype: jnp.concatenate(parts) if parts else jnp.zeros((0,), dtype)
         scale = bounded(joined(scales, x.dtype) / UNIT, jnp.float32)
