@@ -87,6 +87,7 @@ def sign(scale: float | str = "mean", *, blocks: int | None = None, block_size: 
         alpha=alpha,
         linear=False,
         remedy="Take scale='mean', which contracts." if alpha is None or scale == "l2" else None,
+        entrywise=True,
     )
     return on_vectors(
         compress=compress, **_read("sign", 1, layout, _signed, float(scale) if fixed else None), spec=spec
@@ -165,6 +166,7 @@ def terngrad(*, clip: float | None = None, blocks: int | None = None, block_size
         linear=False,
         remedy=None if clip is None else "Without clip it is unbiased.",
         layout=WHOLE_BLOCKS if clip is None and blocks is None else None,  # zeros count in a deviation
+        entrywise=True,
     )
     return on_vectors(compress=compress, **_read("terngrad", 2, layout, _of_three), spec=spec)
 

@@ -43,6 +43,8 @@ CASES = {
         "once": True,
     },
     "direct": {"method": jc.direct, "compressor": lambda: jc.block_scaled("int8")},
+    "signs": {"compressor": lambda: jc.sign(block_size=2**10), "once": True},
+    "ternary": {"method": jc.direct, "compressor": lambda: jc.terngrad(blocks=50), "once": True},
     "words that are not in order": {"compressor": jc.natural, "once": True},
     "nothing but empty leaves is small": {
         "compressor": lambda: jc.flat(jc.block_scaled("int4")),
@@ -118,7 +120,7 @@ def test_directions_are_those_of_whole_messages(name, monkeypatch, seed):
 
 @pytest.mark.parametrize(
     "compressor",
-    [jc.block_scaled("int4"), jc.block_scaled("nvfp4"), jc.dithering(7), jc.cast("float8_e4m3fn")],
+    [jc.block_scaled("int4"), jc.block_scaled("nvfp4"), jc.dithering(7), jc.cast("float8_e4m3fn"), jc.sign()],
     ids=repr,
 )
 def test_an_entry_is_decoded_from_its_own_tile(compressor, key):
