@@ -330,7 +330,7 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
         total = zeros_if_shape(total, payloads)
         start = total if per_worker else jax.ShapeDtypeStruct(total.shape, total.dtype)
         messages = (payloads, weights, jnp.arange(workers))
-        done = fold(add_one, start, messages) if per_worker else fold_in_one_pass(add_one, start, messages)
+        done = fold(add_one, start, messages) if per_worker else fold_in_one_pass(add_one, start, messages, apart=True)
         return bounded(done if per_worker else total + rotation.backward(done, key_of(shared)) / unit)
 
     return on_vectors(
