@@ -15,7 +15,7 @@ from jaxcomp.arrays import bounded, finite, wide
 from jaxcomp.backend import all_finite, fast_if, form, in_parts, largest_finite
 from jaxcomp.floats import exponent_of, power_of_two
 
-__all__ = ["block_norms", "max_abs", "room"]
+__all__ = ["block_norms", "finite_sizes", "max_abs", "room"]
 
 Array = jax.Array
 MARGIN = 2.0**40  # of a sum of m squares that is so many least normal numbers at most the m 2^-40-th part was lost
@@ -76,7 +76,7 @@ def _norms_in_three_scales(rows: Array) -> Array:
     Reference: Blue 1978, A portable Fortran program to find the Euclidean norm of a vector, where each entry is added
     to one of three sums.
     """
-    dtype, size = rows.dtype, _finite_sizes(rows.astype(wide(rows.dtype)))
+    dtype, size = rows.dtype, finite_sizes(rows.astype(wide(rows.dtype)))
     info = jnp.finfo(size.dtype)
     scale, most = 2.0 ** (3 * info.maxexp // 4), 2.0 ** (info.maxexp // 2 - 2)
     # The minimum keeps XLA from rewriting (x s)^2 as x^2 s^2. A sum that no row takes may overflow.
@@ -89,7 +89,7 @@ def _norms_in_three_scales(rows: Array) -> Array:
     return bounded(jnp.where(norms < info.tiny, jnp.zeros((), size.dtype), norms), dtype)
 
 
-def _finite_sizes(x: Array) -> Array:
+def finite_sizes(x: Array) -> Array:
     """|x|, and zero for what is not finite. By its bits: XLA for GPUs would make an array of what is compared."""
     info = jnp.finfo(x.dtype)
     bits = lax.bitcast_convert_type(jnp.abs(x), jnp.dtype(f"uint{info.bits}"))

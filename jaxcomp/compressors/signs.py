@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.arrays import bounded, finite, wide
-from jaxcomp.backend import in_parts
+from jaxcomp.backend import form, in_parts
 from jaxcomp.base import Compressor, Spec
 from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, worth
 from jaxcomp.compressors.checks import check_like, is_number
@@ -19,7 +19,7 @@ from jaxcomp.factories import factory
 from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.groups import WHOLE_BLOCKS, Layout
 from jaxcomp.hashing import random_bits
-from jaxcomp.norms import block_norms
+from jaxcomp.norms import block_norms, finite_sizes
 from jaxcomp.packing import num_words
 from jaxcomp.payloads import Quantized
 
@@ -232,6 +232,22 @@ def _by_block(x: Array, cut: Blocks, function: Any) -> Array:
 
 def _mean_magnitude(rows: Array) -> Array:
     """Mean of |x| of each row, with zeros for what is not finite, even where sums are too large for the dtype."""
+    return form(_mean_or_scaled, _mean_or_scaled, _mean_in_two_scales)(rows)
+
+
+def _mean_in_two_scales(rows: Array) -> Array:
+    """One pass without a condition (see `norms.block_norms`): of entries made smaller, whose sum cannot overflow, and
+    made larger, for rows of which such a sum would lose what counts. As parts of one complex sum XLA for GPUs adds them
+    up in the loop that computes the rows."""
+    info, size = jnp.finfo(rows.dtype), finite_sizes(rows)
+    down, up = 0.5 ** rows.shape[1].bit_length(), 2.0 ** (info.maxexp // 2)
+    sums = jnp.sum(lax.complex(size * down, size * up), axis=1)
+    is_small = lax.real(sums) <= info.tiny * 2.0**40
+    means = jnp.where(is_small, lax.imag(sums) / rows.shape[1] / up, lax.real(sums) / (rows.shape[1] * down))
+    return jnp.where(means < info.tiny / rows.shape[1], 0, means)
+
+
+def _mean_or_scaled(rows: Array) -> Array:
     info, length = jnp.finfo(rows.dtype), rows.shape[1]
     # As they are where none has overflowed or lost an entry that counts; a NaN anywhere fails the test.
     sums = jnp.sum(jnp.abs(rows), axis=1)

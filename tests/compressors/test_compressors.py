@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from jitted import made_for
 from montecarlo import chi_square_bound, monte_carlo, z_bound
 from variants import variants
 
@@ -459,3 +460,14 @@ def test_messages_are_decoded_once_however_many_use_their_sum(key):
         return jax.jit(program).lower(payloads).compile().as_text().count("shift-right-logical(")
 
     assert shifts(jnp.sin) == shifts(jnp.sin, jnp.cos, jnp.exp) > 0
+
+
+def test_a_gpu_finds_the_same_scales_of_signs(seed):
+    """There of two sums at once, of entries made smaller and larger; elsewhere again, where a sum overflows."""
+    rows = np.random.default_rng(seed).normal(size=(12, 100)).astype(np.float32)
+    rows[:6] *= np.asarray([1e-36, 1e-30, 1e-20, 1e20, 5e37, 1e38], np.float32)[:, None]
+    rows[6, 3], rows[7, 3], rows[8], rows[9], rows[10] = np.nan, -np.inf, 0, np.nan, -3e38
+    scales = lambda x: jc.sign(block_size=100).compress(jax.random.key(0), x.reshape(-1), jc.State())[0].norms
+    sent = np.where(np.isfinite(rows), np.abs(rows), 0).astype(np.float64)
+    for name in ("cpu", "gpu", "tpu"):
+        np.testing.assert_allclose(made_for(name, scales, jnp.asarray(rows)), sent.mean(axis=1), rtol=1e-6)
