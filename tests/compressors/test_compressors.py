@@ -465,7 +465,7 @@ def test_messages_are_decoded_once_however_many_use_their_sum(key):
 def test_a_gpu_finds_the_same_scales_of_signs(seed):
     """There of two sums at once, of entries made smaller and larger; elsewhere again, where a sum overflows."""
     rows = np.random.default_rng(seed).normal(size=(12, 100)).astype(np.float32)
-    rows[:6] *= np.asarray([1e-36, 1e-30, 1e-20, 1e20, 5e37, 1e38], np.float32)[:, None]
+    rows[:6] *= np.asarray([1e-33, 1e-28, 1e-20, 1e20, 5e37, 1e38], np.float32)[:, None]
     rows[6, 3], rows[7, 3], rows[8], rows[9], rows[10] = np.nan, -np.inf, 0, np.nan, -3e38
     scales = lambda x: jc.sign(block_size=100).compress(jax.random.key(0), x.reshape(-1), jc.State())[0].norms
     sent = np.where(np.isfinite(rows), np.abs(rows), 0).astype(np.float64)
