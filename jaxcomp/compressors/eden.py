@@ -45,7 +45,7 @@ __all__ = ["centroids", "distortion", "drive", "eden"]
 
 Array = jax.Array
 LEAST = 0.86
-UNIT = 2.0**13  # times which entries are rotated: then the smallest are not lost, nor do sums of the largest overflow
+UNIT = 2.0**10  # times which entries are rotated: then the smallest are not lost, nor do sums of the largest overflow
 # By bits 0 .. 8, each rounded up; recomputed in the tests.
 ERRORS = (1.0, 0.509, 0.307, 0.0966, 0.02755, 0.0074, 0.00193, 0.000493, 0.000126)
 
