@@ -178,29 +178,28 @@ def seen_anew(tree: Tree) -> Tree:
     return lax.optimization_barrier(tree)
 
 
-def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> Tree:
+def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree, *, with_readers: bool = False) -> Tree:
     """function(memory, x), with shapes and dtypes of the memory: computed once, and in its place.
 
     Outside of any program it is computed operation by operation.
+
+    with_readers: an array that XLA for GPUs may write in one loop with what is computed of it, which it does where no
+        barrier stands between them. One stays for 16 bits, whose sum XLA rounds only there.
     """
     traced = any(isinstance(a, Tracer) for a in jax.tree.leaves((memory, x)))
     if not traced or not any(a.size for a in jax.tree.leaves(x)):
         return function(memory, x)
     if platform() == "cpu":
         return backend_cpu.in_place(function, memory, x)
+    if with_readers and platform() == "gpu" and memory.dtype.itemsize >= 4:
+        return function(memory, x)
     return lax.optimization_barrier(function(memory, x))
-
-
-def _with_readers(function: Callable[[Array, Tree], Array], memory: Array, x: Tree) -> Array:
-    """The same. XLA for GPUs writes it in one loop with what is computed of it, where no barrier stands between them:
-    one stays for 16 bits, whose sum XLA rounds only there."""
-    return function(memory, x) if platform() == "gpu" and memory.dtype.itemsize >= 4 else in_place(function, memory, x)
 
 
 def step_in_place(tree: Tree, step: Any, change: Tree) -> Tree:
     """tree + step change, saturated, in the place of the tree."""
     one = lambda h, m: bounded(h + jnp.asarray(step, h.dtype) * m)
-    return jax.tree.map(lambda h, m: _with_readers(one, h, m), tree, change)
+    return jax.tree.map(lambda h, m: in_place(one, h, m, with_readers=True), tree, change)
 
 
 def shared_program(function: Callable[..., Tree]) -> Callable[..., Tree]:
@@ -429,7 +428,7 @@ def accumulated(one: Callable[..., Array], memory: Tree, grads: Tree, *others: T
             if len(g.leaves) > {"cpu": math.inf, "gpu": OPERANDS}.get(platform(), 1):
                 return materialized(_added_in_parts(one, e, g, *others))
             g = joined(g, e)
-        return _with_readers(backend_cpu.of_several(one), e, (g, *others))
+        return in_place(backend_cpu.of_several(one), e, (g, *others), with_readers=True)
 
     return jax.tree.map(each, memory, grads, *others)
 
