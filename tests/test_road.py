@@ -114,7 +114,7 @@ ROAD = ["transforms/compressed_mean.py", "exchange/driver.py", "groups.py"]
 ERROR_FEEDBACK = ["algorithms/error_feedback.py", "compressors/sparsify.py", "select.py", "exchange/routes/auto.py"]
 DIRECT = ["algorithms/direct.py", "compressors/dense.py", "exchange/routes/auto.py", "exchange/routes/route.py"]
 ROADS = {
-    "error_feedback(top_k)": (ROAD + ERROR_FEEDBACK, Walk([""] * 19, 243, 211, 437)),
+    "error_feedback(top_k)": (ROAD + ERROR_FEEDBACK, Walk([""] * 19, 243, 210, 436)),
     "direct(identity)": (ROAD + DIRECT, Walk([""] * 16, 174, 120, 307)),
 }
 
