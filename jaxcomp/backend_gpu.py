@@ -30,7 +30,7 @@ MOST_SECTIONS = 64
 
 def count_of_sections(size: int, entries: int) -> int:
     """In how many sections an array arrives, of so many bytes of all workers together that stand for so many entries;
-    1: as a whole. Messages take more memory than the gradient only where all of them are a quarter of it, and more."""
+    1: as a whole, which short messages do, of which all together take less than a quarter of the gradient."""
     if size < entries:
         return 1
     return max(1, min(SHARE * size // (4 * max(entries, 1)), size // SECTION, MOST_SECTIONS))

@@ -29,8 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.arrays import bounded, finite, key_data, wide
-from jaxcomp.backend import fold, fold_in_one_pass, materialized, zeros_if_shape
+from jaxcomp.arrays import bounded, finite, key_data, like_of, wide, zeros_like
+from jaxcomp.backend import fold, materialized, zeros_if_shape
 from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.checks import check_like
 from jaxcomp.compressors.hadamard import Rotation, rotation_of
@@ -328,9 +328,8 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
             return total + (bounded(rotation.backward(y, key_of(shared.of(worker, ()))) / unit) if per_worker else y)
 
         total = zeros_if_shape(total, payloads)
-        start = total if per_worker else jax.ShapeDtypeStruct(total.shape, total.dtype)
-        messages = (payloads, weights, jnp.arange(workers))
-        done = fold(add_one, start, messages) if per_worker else fold_in_one_pass(add_one, start, messages, apart=True)
+        start = total if per_worker else zeros_like(like_of(total))
+        done = fold(add_one, start, (payloads, weights, jnp.arange(workers)))
         return bounded(done if per_worker else total + rotation.backward(done, key_of(shared)) / unit)
 
     return on_vectors(

@@ -39,7 +39,7 @@ BOUNDS = {
     "direct(identity)": (250, 1.15, 0.05),
     "direct(bf16)": (350, 1.1, 0.05),
     "direct(dithering)": (2300, 0.65, 1.65),
-    "direct(eden)": (1300, 2.2, 3.1),
+    "direct(eden)": (1300, 3.3, 3.1),
     "error_feedback(bf16)": (450, 1.15, 0.05),
     "error_feedback(top_k)": (2900, 1.2, 0.75),
     "error_feedback(sidco)": (2450, 2.25, 0.8),
