@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, Literal
 
-from jaxcomp.compressors.checks import is_whole
+from jaxcomp.checks import is_whole
 from jaxcomp.groups import Buckets
 from jaxcomp.jaxprs import called
 

@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.arrays import bounded, finite, like_of, root_key, wrap_key
-from jaxcomp.base import Compressor, Spec, State
+from jaxcomp.base import Compressor, Spec, State, on_vectors
 from jaxcomp.compressors.dense import cast, narrow_type
 from jaxcomp.compressors.rows import rows
-from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.exchange.axes import Axis, axis_index, axis_size, is_bound, types_tell, varying, varying_axes
 from jaxcomp.exchange.collectives import all_gather as gathered
 from jaxcomp.exchange.collectives import all_max, all_sum, sum_scatter

@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxcomp.arrays import bounded, finite, like_of, wide
 from jaxcomp.backend import LONG, Pieces, SparseSum, cut_apart, joined
-from jaxcomp.base import Compressor, Spec, State
+from jaxcomp.base import Compressor, Spec, State, TooLong
 from jaxcomp.paths import numbers_by_path, same_leaves
 from jaxcomp.payloads import Dense
 
@@ -38,7 +38,6 @@ __all__ = [
     "Group",
     "Groups",
     "Layout",
-    "TooLong",
     "groups_of",
     "join",
     "row_size",
@@ -62,10 +61,6 @@ class Buckets(NamedTuple):
 
     size: int
     order: tuple[str, ...] = ()
-
-
-class TooLong(ValueError):
-    """A vector has more entries than its indices can number: other messages can still be sent."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 
 from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
 from jaxcomp.backend import computed_once, step_in_place
-from jaxcomp.base import Algorithm, Compressor, Sent, State, check_compressor
-from jaxcomp.compressors.checks import is_number
-from jaxcomp.compressors.vector import omega_of
+from jaxcomp.base import Algorithm, Compressor, Sent, State, check_compressor, omega_of
+from jaxcomp.checks import is_number
 from jaxcomp.factories import factory
 
 __all__ = ["after_shift", "diana", "from_shift"]

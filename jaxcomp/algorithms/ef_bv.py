@@ -10,9 +10,20 @@ from jaxcomp.algorithms.error_feedback import check_contracts
 from jaxcomp.algorithms.narrow import remembered_in
 from jaxcomp.arrays import bounded, wide_like, zeros_like
 from jaxcomp.backend import step_in_place
-from jaxcomp.base import Algorithm, Compressor, Cond, Round, State, Sum, check_compressor, for_worker, keys_of, residual
-from jaxcomp.compressors.checks import is_number
-from jaxcomp.compressors.vector import omega_of
+from jaxcomp.base import (
+    Algorithm,
+    Compressor,
+    Cond,
+    Round,
+    State,
+    Sum,
+    check_compressor,
+    for_worker,
+    keys_of,
+    omega_of,
+    residual,
+)
+from jaxcomp.checks import is_number
 from jaxcomp.factories import factory
 
 __all__ = ["ef21", "ef_bv"]

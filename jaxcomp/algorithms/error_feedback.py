@@ -7,9 +7,8 @@ import jax
 from jaxcomp.algorithms.narrow import remembered_in
 from jaxcomp.arrays import decayed_sum, wide_like, zeros_like
 from jaxcomp.backend import accumulated
-from jaxcomp.base import Algorithm, Compressor, State, check_compressor
+from jaxcomp.base import Algorithm, Compressor, State, alpha_of, check_compressor
 from jaxcomp.compressors.tree import each_of
-from jaxcomp.compressors.vector import alpha_of
 from jaxcomp.factories import factory
 
 __all__ = ["check_contracts", "error_feedback"]

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.arrays import bounded, finite, key_data, wide_like, wrap_key
-from jaxcomp.base import Algorithm, Sum
-from jaxcomp.compressors.checks import is_integer
+from jaxcomp.base import Algorithm, Sum, count_of
+from jaxcomp.checks import is_integer
 from jaxcomp.compressors.count_sketch import add_to_sketch, estimates
 from jaxcomp.compressors.sparsify import largest_indices
-from jaxcomp.compressors.vector import count_of
 from jaxcomp.factories import factory
 from jaxcomp.select import take
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxcomp.algorithms.narrow import remembered_in
 from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
 from jaxcomp.base import Algorithm, Compressor, State, check_compressor
-from jaxcomp.compressors.checks import is_whole
+from jaxcomp.checks import is_whole
 from jaxcomp.factories import factory
 
 __all__ = ["loco"]

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.base import Sum
-from jaxcomp.compressors.checks import is_whole
+from jaxcomp.checks import is_whole
 from jaxcomp.hashing import fmix32
 from jaxcomp.norms import room
 

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp.arrays import bounded, one_row, row_of, wide
-from jaxcomp.base import Compressor, Spec, State
+from jaxcomp.base import Compressor, Spec, State, on_vectors
 from jaxcomp.compressors.sparsify import entries_of
-from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.factories import factory
 from jaxcomp.groups import FIXED
 from jaxcomp.hashing import random_bits

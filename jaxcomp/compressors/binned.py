@@ -8,10 +8,9 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.arrays import bounded, finite, wide
-from jaxcomp.base import Compressor, Spec
+from jaxcomp.base import Compressor, Spec, on_vectors
+from jaxcomp.checks import check_like, is_whole
 from jaxcomp.compressors.blocks import Blocks, blocks_of
-from jaxcomp.compressors.checks import check_like, is_whole
-from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.factories import factory
 from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.norms import max_abs

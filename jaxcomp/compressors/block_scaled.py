@@ -29,12 +29,11 @@ from jax import lax
 
 from jaxcomp.arrays import bounded, finite, wide
 from jaxcomp.backend import all_finite, form, in_parts
-from jaxcomp.base import Compressor, Spec
+from jaxcomp.base import MOST, Compressor, Spec, on_vectors
+from jaxcomp.checks import check_like, contraction, is_whole
 from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, worth
-from jaxcomp.compressors.checks import check_like, contraction, is_whole
 from jaxcomp.compressors.elements import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, Elements, Float, Integer
 from jaxcomp.compressors.scales import SCALES, Made, Scale
-from jaxcomp.compressors.vector import MOST, on_vectors
 from jaxcomp.factories import factory
 from jaxcomp.groups import WHOLE_BLOCKS
 from jaxcomp.norms import max_abs

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxcomp.arrays import key_data, reshaped, weighted
 from jaxcomp.backend import computed_once, fold_in_one_pass, of_short_rows, to_short_rows
-from jaxcomp.compressors.checks import is_integer
+from jaxcomp.checks import is_integer
 from jaxcomp.hashing import random_uniform
 from jaxcomp.norms import block_norms
 from jaxcomp.packing import Lanes, Places, pack, places_of, unpack

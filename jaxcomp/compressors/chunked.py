@@ -6,9 +6,8 @@ from jax import lax
 
 from jaxcomp.arrays import is_array
 from jaxcomp.backend import over_rows
-from jaxcomp.base import Compressor, Spec, State, advance, check_compressor, left, left_of
-from jaxcomp.compressors.checks import is_integer
-from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.base import Compressor, Spec, State, advance, check_compressor, left, left_of, on_vectors
+from jaxcomp.checks import is_integer
 from jaxcomp.factories import factory
 from jaxcomp.groups import Layout
 from jaxcomp.packing import pack, unpack, width_for

@@ -11,10 +11,9 @@ from jax import lax
 
 from jaxcomp.arrays import bounded, finite, key_data, weighted, wide, wrap_key
 from jaxcomp.backend import fold, zeros_if_shape
-from jaxcomp.base import Compressor, Spec, State
-from jaxcomp.compressors.checks import check_like, is_integer, is_whole
+from jaxcomp.base import Compressor, Spec, State, on_vectors
+from jaxcomp.checks import check_like, is_integer, is_whole
 from jaxcomp.compressors.rand_k import Draw, next_draw
-from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.factories import factory
 from jaxcomp.hashing import fmix32, multiply_high
 from jaxcomp.norms import room

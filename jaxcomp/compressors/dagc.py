@@ -18,10 +18,9 @@ import numpy as np
 from jaxcomp.allocate import counts, ratios, thresholds
 from jaxcomp.allocate.workers import Rule, number_of, shares
 from jaxcomp.arrays import one_row, row_of, wide
-from jaxcomp.base import Compressor, Lengths, Spec, State, left
+from jaxcomp.base import Compressor, Lengths, Spec, State, left, on_vectors
 from jaxcomp.compressors.sidco import sidco
 from jaxcomp.compressors.sparsify import entries_of, largest_indices, top_k
-from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.factories import factory
 from jaxcomp.payloads import Sparse
 from jaxcomp.select import indices_of_words, marked_above, take, top_set

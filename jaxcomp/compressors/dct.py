@@ -11,7 +11,7 @@ import numpy as np
 from jaxcomp.arrays import bounded, is_array, like_of, wide
 from jaxcomp.backend import zeros_if_shape
 from jaxcomp.base import Compressor, Spec, accumulate, check_compressor, lengths
-from jaxcomp.compressors.checks import is_integer
+from jaxcomp.checks import is_integer
 from jaxcomp.compressors.chunked import chunked
 from jaxcomp.compressors.rotate import clipped
 from jaxcomp.factories import factory

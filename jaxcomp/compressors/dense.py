@@ -9,10 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import bounded, finite, wide
-from jaxcomp.base import Compressor, Spec
+from jaxcomp.base import Compressor, Spec, on_vectors
+from jaxcomp.checks import check_like
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
-from jaxcomp.compressors.checks import check_like
-from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.factories import factory
 from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.groups import ALONE, WHOLE_BLOCKS, Layout

@@ -31,11 +31,10 @@ import numpy as np
 
 from jaxcomp.arrays import bounded, finite, key_data, like_of, wide, zeros_like
 from jaxcomp.backend import fold, materialized, zeros_if_shape
-from jaxcomp.base import Compressor, Spec, State
-from jaxcomp.compressors.checks import check_like
+from jaxcomp.base import Compressor, Spec, State, on_vectors
+from jaxcomp.checks import check_like
 from jaxcomp.compressors.hadamard import Rotation, rotation_of
 from jaxcomp.compressors.rotate import BLOCK, Rotated, check_block, clipped, key_of
-from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.factories import factory
 from jaxcomp.norms import max_abs
 from jaxcomp.packing import pack, unpack

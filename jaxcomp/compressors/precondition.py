@@ -9,8 +9,7 @@ from jax.core import Tracer
 
 from jaxcomp.arrays import bounded, finite, one_row, row_of, wide
 from jaxcomp.backend import zeros_if_shape
-from jaxcomp.base import Compressor, Spec, State, accumulate, advance, for_worker
-from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.base import Compressor, Spec, State, accumulate, advance, for_worker, on_vectors
 from jaxcomp.factories import factory
 from jaxcomp.groups import FIXED
 from jaxcomp.smoothness.operator import Blocks, Dense, Diagonal, LowRank, Operator, Softmax, is_stacked

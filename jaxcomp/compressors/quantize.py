@@ -12,10 +12,9 @@ from jax import lax
 
 from jaxcomp.arrays import bounded, finite, key_data, one_row, reshaped, row_of, weighted, wide
 from jaxcomp.backend import add_each, computed_once, fold_in_one_pass
-from jaxcomp.base import Compressor, Spec, State
+from jaxcomp.base import MOST, Compressor, Spec, State, on_vectors
+from jaxcomp.checks import check_like, contraction, is_whole
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
-from jaxcomp.compressors.checks import check_like, contraction, is_whole
-from jaxcomp.compressors.vector import MOST, on_vectors
 from jaxcomp.factories import factory
 from jaxcomp.floats import rounded_to
 from jaxcomp.groups import ALONE, FIXED, Layout

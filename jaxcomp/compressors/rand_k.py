@@ -8,10 +8,9 @@ from jax import lax
 
 from jaxcomp.arrays import bounded, finite, key_data, weighted, wide
 from jaxcomp.backend import fold
-from jaxcomp.base import Compressor, Spec, State
-from jaxcomp.compressors.checks import check_like
+from jaxcomp.base import Compressor, Spec, State, on_vectors
+from jaxcomp.checks import check_like
 from jaxcomp.compressors.schedule import Ratio, Target, shown, target_of
-from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.factories import factory
 from jaxcomp.hashing import fmix32, random_bits, random_subset
 from jaxcomp.payloads import Dense

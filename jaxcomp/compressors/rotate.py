@@ -7,10 +7,9 @@ import jax.numpy as jnp
 
 from jaxcomp.arrays import bounded, finite, key_data, wide, wrap_key
 from jaxcomp.backend import fold, zeros_if_shape
-from jaxcomp.base import Compressor, State, accumulate, advance, check_compressor, for_worker
-from jaxcomp.compressors.checks import is_integer
+from jaxcomp.base import Compressor, State, accumulate, advance, check_compressor, for_worker, on_vectors
+from jaxcomp.checks import is_integer
 from jaxcomp.compressors.hadamard import Rotation, rotation_of
-from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.factories import factory
 
 __all__ = ["Rotated", "check_block", "clipped", "key_of", "rotate"]

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.compressors.checks import is_whole
-from jaxcomp.compressors.vector import count_of
+from jaxcomp.base import count_of
+from jaxcomp.checks import is_whole
 from jaxcomp.factories import factory
 
 __all__ = ["Ratio", "Round", "Target", "next_round", "shown", "target_of", "warm_up"]

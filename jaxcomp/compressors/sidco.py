@@ -30,8 +30,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.base import Compressor
+from jaxcomp.checks import is_whole
 from jaxcomp.compressors import tails
-from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.schedule import Ratio, shown, target_of
 from jaxcomp.compressors.tails import Sample, fitted
 from jaxcomp.compressors.threshold import Estimator, by_threshold

@@ -11,10 +11,9 @@ from jax import lax
 
 from jaxcomp.arrays import bounded, finite, wide
 from jaxcomp.backend import form, in_parts
-from jaxcomp.base import Compressor, Spec
+from jaxcomp.base import Compressor, Spec, on_vectors
+from jaxcomp.checks import check_like, is_number
 from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, worth
-from jaxcomp.compressors.checks import check_like, is_number
-from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.factories import factory
 from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.groups import WHOLE_BLOCKS, Layout

@@ -21,16 +21,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import finite, key_data, like_of, wide
-from jaxcomp.base import Compressor, Spec, State, advance, check_compressor, for_worker
+from jaxcomp.base import Compressor, Spec, State, advance, check_compressor, for_worker, on_vectors
+from jaxcomp.checks import is_whole
 from jaxcomp.compressors import minmax_sketch
-from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.minmax_sketch import Shape, list_of, places, query
 from jaxcomp.compressors.quantiles import bucket_of, means, signed_splits
 from jaxcomp.compressors.rand_k import Draw, next_draw
 from jaxcomp.compressors.schedule import target_of
 from jaxcomp.compressors.sketches import Coder, by_list, codes, counts_of, level_of, ordered, packed, table_of
 from jaxcomp.compressors.threshold import by_threshold, fixed
-from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.factories import factory
 from jaxcomp.packing import pack, width_for
 from jaxcomp.payloads import LocalIndices, Sketch, Sparse

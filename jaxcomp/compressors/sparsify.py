@@ -9,9 +9,8 @@ from jax import lax
 
 from jaxcomp.arrays import finite
 from jaxcomp.backend import mapped_as
-from jaxcomp.base import Compressor, Spec, State
+from jaxcomp.base import Compressor, Spec, State, on_vectors
 from jaxcomp.compressors.schedule import Ratio, shown, target_of
-from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.factories import factory
 from jaxcomp.payloads import Sparse
 from jaxcomp.select import largest, largest_in_row, magnitude, take

@@ -15,10 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import wide
-from jaxcomp.base import Compressor, Left, Spec, State
+from jaxcomp.base import Compressor, Left, Spec, State, on_vectors
 from jaxcomp.compressors.schedule import Target
 from jaxcomp.compressors.sparsify import entries_of
-from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.payloads import Sparse
 from jaxcomp.select import indices_of_words, marked_above, take, top_set
 

@@ -21,7 +21,7 @@ from jaxcomp.base import (
     left,
     lengths,
 )
-from jaxcomp.compressors.checks import is_whole
+from jaxcomp.checks import is_whole
 from jaxcomp.compressors.rows import Rows, rows
 from jaxcomp.factories import factory
 from jaxcomp.groups import AS_IT_IS, DEFAULT, DENSE_BELOW, Choice, Group, Groups, Layout, groups_of, join, split

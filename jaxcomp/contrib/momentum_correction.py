@@ -12,7 +12,7 @@ from jaxcomp.algorithms.narrow import remembered_in
 from jaxcomp.arrays import bounded, finite, wide, wide_like, zeros_like
 from jaxcomp.backend import accumulated, in_place
 from jaxcomp.base import Algorithm, Compressor, State
-from jaxcomp.compressors.checks import is_number, is_whole
+from jaxcomp.checks import is_number, is_whole
 from jaxcomp.factories import factory
 from jaxcomp.floats import exponent_of, power_of_two
 

@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxcomp.arrays import wide
 from jaxcomp.base import Compressor
-from jaxcomp.compressors.checks import is_whole
+from jaxcomp.checks import is_whole
 from jaxcomp.compressors.schedule import Ratio, shown, target_of
 from jaxcomp.compressors.threshold import Estimator, by_threshold, with_words
 from jaxcomp.factories import factory

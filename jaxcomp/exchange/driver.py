@@ -38,6 +38,7 @@ from jaxcomp.base import (
     Round,
     State,
     Sum,
+    TooLong,
     accumulate,
     add_own,
     advance,
@@ -49,7 +50,7 @@ from jaxcomp.base import (
     sides,
     whole,
 )
-from jaxcomp.compressors.checks import is_whole
+from jaxcomp.checks import is_whole
 from jaxcomp.compressors.rows import compress_together
 from jaxcomp.compressors.tree import choices_of, layout_of
 from jaxcomp.exchange.agreement import check_inside, options_of
@@ -88,7 +89,7 @@ from jaxcomp.exchange.measure import (
 )
 from jaxcomp.exchange.routes import ROUTES, VIAS, Arrived, Parcel, Route, Way, route_of, taken
 from jaxcomp.exchange.state import Description, MeanLocal, MeanShared, MeanState, frozen, is_mean
-from jaxcomp.groups import Buckets, Choice, Groups, Layout, TooLong, groups_of, split, warn_if_dense
+from jaxcomp.groups import Buckets, Choice, Groups, Layout, groups_of, split, warn_if_dense
 
 __all__ = ["Exchange", "Message", "exchange_of", "own_weights", "shares_of"]
 

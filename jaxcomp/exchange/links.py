@@ -37,7 +37,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxcomp.compressors.checks import is_integer, is_number
+from jaxcomp.checks import is_integer, is_number
 
 __all__ = [
     "DEFAULT",

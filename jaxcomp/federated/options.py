@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from jaxcomp.allocate.workers import RULES, Rule, exponent_of, number_of
-from jaxcomp.compressors.checks import is_integer
+from jaxcomp.checks import is_integer
 
 __all__ = ["check_compress", "check_outer", "history_of", "number_in", "patience_of", "rule_of"]
 

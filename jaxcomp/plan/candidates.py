@@ -17,13 +17,12 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxcomp.algorithms import direct, error_feedback, power_sgd
 from jaxcomp.arrays import like_of
-from jaxcomp.base import Algorithm, Round, check_algorithm, keys_of
+from jaxcomp.base import Algorithm, Round, TooLong, alpha_of, check_algorithm, keys_of, omega_of
+from jaxcomp.checks import is_integer, is_number
 from jaxcomp.compressors import block_scaled, cast, dithering, eden, identity, narrow, sidco, sign, top_k
-from jaxcomp.compressors.checks import is_integer, is_number
 from jaxcomp.compressors.tree import each_of
-from jaxcomp.compressors.vector import alpha_of, omega_of
 from jaxcomp.exchange.links import KINDS, Link, check_links
-from jaxcomp.groups import TooLong, join, split
+from jaxcomp.groups import join, split
 from jaxcomp.plan.links import Collective, workers_of
 from jaxcomp.plan.programs import collectives_in
 from jaxcomp.transforms.compressed_mean import compressed_mean

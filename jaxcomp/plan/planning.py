@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomp.arrays import like_of
 from jaxcomp.base import Algorithm
-from jaxcomp.compressors.checks import is_integer
+from jaxcomp.checks import is_integer
 from jaxcomp.exchange.axes import axis_names
 from jaxcomp.plan import facts as files
 from jaxcomp.plan.advise import choose, table, verdict

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxcomp.arrays import like_of
-from jaxcomp.compressors.checks import is_integer
+from jaxcomp.checks import is_integer
 from jaxcomp.exchange.links import Link, levels_of
 from jaxcomp.plan.advise import best_of, choose, rate, table, verdict
 from jaxcomp.plan.candidates import (

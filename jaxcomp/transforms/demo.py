@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomp.algorithms.error_feedback import error_feedback
-from jaxcomp.compressors.checks import is_integer
+from jaxcomp.checks import is_integer
 from jaxcomp.compressors.dct import dct_of_blocks
 from jaxcomp.compressors.sparsify import top_k
 from jaxcomp.exchange.axes import Axis

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec
 
 from jaxcomp.arrays import constants, root_key, wide, wide_like, zeros_like
 from jaxcomp.base import Algorithm, check_algorithm
-from jaxcomp.compressors.checks import is_integer
+from jaxcomp.checks import is_integer
 from jaxcomp.exchange.axes import Axis, Placement, axis_names, axis_size, is_bound, known_equal, varying
 from jaxcomp.exchange.collectives import sum_arrays
 from jaxcomp.exchange.driver import own_weights, shares_of

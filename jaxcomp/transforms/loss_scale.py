@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.compressors.checks import is_number
+from jaxcomp.checks import is_number
 
 __all__ = ["DynamicScale", "LossScale", "after_step", "check_scale", "fresh_scale", "select"]
 

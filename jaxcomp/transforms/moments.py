@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomp.arrays import bounded, finite, wide_like
-from jaxcomp.compressors.checks import is_integer
+from jaxcomp.checks import is_integer
 from jaxcomp.exchange.axes import Axis, varying
 from jaxcomp.exchange.state import is_mean
 from jaxcomp.floats import rounded_to

@@ -11,7 +11,7 @@ from jaxcomp.algorithms.onebit_adam import check_adam, onebit_directions
 from jaxcomp.algorithms.zero_one_adam import Times, zero_one_updates
 from jaxcomp.arrays import root_key
 from jaxcomp.base import Compressor, check_compressor
-from jaxcomp.compressors.checks import is_whole
+from jaxcomp.checks import is_whole
 from jaxcomp.compressors.signs import sign
 from jaxcomp.exchange.axes import Axis, Placement, check_gradients
 from jaxcomp.exchange.driver import exchange_of

@@ -25,8 +25,7 @@ from typing import Any
 import jax
 
 from jaxcomp.arrays import wide_like
-from jaxcomp.base import Compressor, State, for_worker, lengths
-from jaxcomp.compressors.vector import omega_of
+from jaxcomp.base import Compressor, State, for_worker, lengths, omega_of
 from jaxcomp.exchange.axes import axis_index
 from jaxcomp.exchange.collectives import gathered, gathers_for_less, has_ragged
 from jaxcomp.exchange.links import DEFAULT, Cost, Levels, Link, cost_of
