@@ -11,7 +11,8 @@ import pytest
 from worlds import AXIS, N, mesh_of
 
 import jaxcomp as jc
-from jaxcomp.exchange.measure import add_counts, first_counts
+from jaxcomp.exchange.driver import add_counts
+from jaxcomp.exchange.state import FIRST_COUNTS
 
 PARAMS = {"b": jnp.zeros(5), "v": jnp.zeros((30, 50)), "w": jnp.zeros((40, 30))}
 
@@ -58,7 +59,7 @@ def test_totals_are_those_of_all_rounds():
     assert len(set(sent)) > 1
     assert (found["rounds"], found["total_sent_bytes"], found["total_code_bits"]) == (6, sum(sent), sum(bits))
     assert json.loads(json.dumps(found)) == found
-    round_, counts = first_counts()._replace(sent_bytes=jnp.float32(2**23 + 1), since=()), first_counts()
+    round_, counts = FIRST_COUNTS._replace(sent_bytes=jnp.float32(2**23 + 1), since=()), FIRST_COUNTS
     for _ in range(100):
         counts = add_counts([round_], counts.since)
     assert counts.since.tolist() == [50, 0, 100, 0]

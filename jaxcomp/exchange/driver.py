@@ -44,15 +44,12 @@ from jaxcomp.base import (
     advance,
     answered,
     for_worker,
-    has_role,
     left,
     residual,
     sides,
     whole,
 )
-from jaxcomp.checks import is_whole
 from jaxcomp.compressors.rows import compress_together
-from jaxcomp.compressors.tree import choices_of, layout_of
 from jaxcomp.exchange.agreement import check_inside, options_of
 from jaxcomp.exchange.axes import (
     Placement,
@@ -73,25 +70,26 @@ from jaxcomp.exchange.axes import (
     workers_here,
 )
 from jaxcomp.exchange.collectives import summed
-from jaxcomp.exchange.links import DEFAULT, Levels, Link, check_links, placed_on
-from jaxcomp.exchange.measure import (
-    NAMES,
+from jaxcomp.exchange.links import DEFAULT, Levels, Link, placed_on
+from jaxcomp.exchange.measure import errors_of, joint_errors, nonfinite
+from jaxcomp.exchange.routes import NAMES, ROUTES, Arrived, Carried, Parcel, Route, Way, route_of, taken
+from jaxcomp.exchange.state import (
+    FIRST_COUNTS,
+    NO_COUNTS,
+    NO_ERRORS,
+    UNIT,
     Counts,
+    Description,
     Errors,
-    add_counts,
-    count_message,
-    count_sum,
-    errors_of,
-    first_counts,
-    joint_errors,
-    no_errors,
-    nonfinite,
+    MeanLocal,
+    MeanShared,
+    MeanState,
+    is_mean,
 )
-from jaxcomp.exchange.routes import ROUTES, VIAS, Arrived, Parcel, Route, Way, route_of, taken
-from jaxcomp.exchange.state import Description, MeanLocal, MeanShared, MeanState, frozen, is_mean
-from jaxcomp.groups import Buckets, Choice, Groups, Layout, groups_of, split, warn_if_dense
+from jaxcomp.groups import Choice, Groups, Layout, groups_of, split, warn_if_dense
+from jaxcomp.payloads import counted, lane_bytes
 
-__all__ = ["Exchange", "Message", "exchange_of", "own_weights", "shares_of"]
+__all__ = ["Exchange", "Message", "add_counts", "refusal"]
 
 Array = jax.Array
 PADDING = 2**13  # bytes of tiles that are not filled, which are nobody's choice
@@ -149,7 +147,7 @@ class Exchange(NamedTuple):
         first = Round(shared_key, groups.groups, compressors)
         state = self.algorithm.init(first, split(groups, tree) if starts else groups.like)
         kept, zero = sides(state, self.algorithm.roles), jnp.zeros((), jnp.int32)
-        local = MeanLocal(kept.local, route.local, first_counts())
+        local = MeanLocal(kept.local, route.local, FIRST_COUNTS)
         shared = MeanShared(zero, key_data(private_key), zero, kept.shared, route.shared)
         chosen = "" if run.route is self.route else run.route.name
         options = self.options(groups) if jax.process_count() > 1 else ""
@@ -178,8 +176,8 @@ class Exchange(NamedTuple):
         roles, turn = self.algorithm.roles, _Turn(self, way, index, State(local.route, shared.route), measured)
         before = whole(State(local.algorithm, shared.algorithm), roles)
         out, after = answered(self.algorithm.update(round_, grads, before), turn.answer)
-        kept, counts = sides(after, roles), turn.counts(local.counts.since)
-        errors = self._errors(measured, counts.errors, arrays, local.counts.errors)
+        kept, counts = sides(after, roles), add_counts(turn.counted, local.counts.since)
+        errors = NO_ERRORS if measured is None else self._errors(measured, counts.errors, arrays, local.counts.errors)
         local = MeanLocal(kept.local, turn.state.local, counts._replace(errors=errors))
         size = jnp.asarray(round_.size, jnp.int32)
         shared = MeanShared(shared.count + 1, shared.key, size, kept.shared, turn.state.shared)
@@ -264,13 +262,18 @@ class Exchange(NamedTuple):
         link = self.link if isinstance(self.link, Link) else self._levels(workers)
         return Way(axis, workers, weights, link, replicas, buckets, self.exact, place.outer, rereads)
 
-    def _errors(self, measured: Array | None, errors: Errors, arrays: list[Array], before: Errors) -> Errors:
+    def _errors(self, measured: Array, errors: Errors, arrays: list[Array], before: Errors) -> Errors:
         """Errors of this round, or of the last one in which they were measured."""
-        if measured is None:  # and what joins those of several messages is in no program
-            return no_errors()
         typed = lambda x: varying(x, self.placement.every)
         bad = lax.cond(measured, lambda: typed(nonfinite(arrays)), lambda: typed(jnp.zeros((), jnp.float32)))
         return jax.tree.map(lambda a, b: jnp.where(measured, a, b), errors._replace(nonfinite=bad), before)
+
+
+def refusal(route: Route, algorithm: Algorithm) -> str | None:
+    """Why a route cannot carry what an algorithm sends; None where it can."""
+    if algorithm.compressor is None:
+        return None
+    return route.refuses(algorithm.compressor, algorithm.roles)
 
 
 class _Turn:
@@ -284,10 +287,6 @@ class _Turn:
     def __init__(self, exchange: Exchange, way: Way, index: Array, state: State, measured: Array | None):
         self.exchange, self.way, self.index, self.state, self.measured = exchange, way, index, state, measured
         self.counted: list[Counts] = []
-
-    def counts(self, since: Array | None = None) -> Counts:
-        """Everything counted so far."""
-        return add_counts(self.counted, since)
 
     def answer(self, requests: list[Any]) -> list[Any]:
         """The answers to requests: messages together, sums together, conditionals one by one."""
@@ -348,7 +347,7 @@ class _Turn:
             def run(state: State, *operands: Any) -> Any:
                 turn = _Turn(self.exchange, self.way, self.index, state, self.measured)
                 out = answered(branch(*operands), turn.answer)
-                return out, varying(turn.state, every), varying(turn.counts(), every)
+                return out, varying(turn.state, every), varying(add_counts(turn.counted), every)
 
             return run
 
@@ -359,7 +358,7 @@ class _Turn:
 
     def _errors(self, message: "Message") -> Errors:
         every = self.exchange.placement.every
-        none = varying(no_errors(), every)
+        none = varying(NO_ERRORS, every)
         measure = lambda: varying(errors_of(message.request.message, message.decoded()), every)
         return lax.cond(self.measured, measure, lambda: none)
 
@@ -584,99 +583,53 @@ def _workers_here(placement: Placement) -> int:
 
 
 # ------------------------------------------------------------------------------------------------
-# What is bound together
+# What is counted: nothing here changes what is sent
 
 
-def exchange_of(
-    name: str,
-    algorithm: Algorithm,
-    placement: Placement,
-    via: str | Route,
-    root: Array,
-    *,
-    weights: Any = None,
-    bucket_bytes: int | Buckets | None = None,
-    **options: Any,
-) -> Exchange:
-    """Checks that algorithm, route and weights go together, and binds them.
+def add_counts(counts: list[Counts], since: Array | None = None) -> Counts:
+    """Counts of several messages in one round: the sums; norms joined; of the routes the last one in the table.
 
-    Raises:
-        ValueError: unknown via, or one that cannot carry what the algorithm sends; bad weights, link or bucket_bytes.
+    since: what the rounds before came to; None for a part of a round.
     """
-    if not isinstance(via, Route) and via not in VIAS:
-        raise ValueError(f"{name}: via must be one of {', '.join(map(repr, VIAS))}; got {via!r}")
-    route = via if isinstance(via, Route) else route_of(via)
-    if isinstance(via, Route) and via.name not in NAMES:
-        NAMES.append(via.name)  # of the user's own
-    if "link" in options:
-        check_links(name, options["link"])
-        options["link"] = dict(options["link"]) if isinstance(options["link"], Mapping) else options["link"]
-    layout = layout_of(algorithm)
-    for part in algorithm.parts or (algorithm,):
-        reason = refusal(route, part)
-        if reason:
-            raise ValueError(f"{name}: {reason}")
-    if algorithm.compressor is None and route.layout is not None and route.layout(layout, 1).unit == "chunks":
-        known = route.name in VIAS
-        what = f'via="{route.name}"' if known else "a mean of which each worker keeps the shard of its parameters"
-        cure = 'Use via="auto"' if known else "Use direct(...) or error_feedback(...)"
-        cuts = f"{what} cuts all leaves together into chunks"
-        needs = "this algorithm needs them as they are (by_path, PowerSGD, FetchSGD and the like)"
-        raise ValueError(f"{name}: {cuts}; {needs}. {cure}")
-    if weights is None:
-        weights = own_weights(name, algorithm)
-    if bucket_bytes is not None:
-        buckets = bucket_bytes if isinstance(bucket_bytes, Buckets) else Buckets(bucket_bytes)
-        if not is_whole(buckets.size):
-            needs = "an integer of at least 1, or what jc.buckets makes"
-            raise ValueError(f"{name}: bucket_bytes must be {needs}; got {bucket_bytes!r}")
-        if algorithm.parts:
-            raise ValueError(f"{name}: bucket_bytes does not go with by_path, whose parts share their collectives")
-        if via not in ("auto", "sum", "gather"):
-            why = "the other routes send one message, cut or coded as a whole, and wait for the whole gradient"
-            raise ValueError(f'{name}: bucket_bytes goes with via="auto", "sum" and "gather"; got {via!r}: {why}')
-        layout = layout.in_buckets(int(buckets.size), buckets.order)
-    shares = None if weights is None else shares_of(name, weights)
-    if not isinstance(root, Tracer):  # words on the host are of no mesh: a state may be made on any
-        root = np.asarray(jax.random.key_data(root))  # pyright: ignore[reportAssignmentType]
-    return Exchange(
-        name,
-        algorithm,
-        placement,
-        route,
-        root,
-        layout,
-        choices_of(algorithm),
-        frozen(algorithm.roles),
-        any(has_role(algorithm.roles, role) for role in ("memory", "narrow memory", "shift")),
-        shares=shares,
-        **options,
+    if len(counts) == 1:
+        total = counts[0]
+    else:
+        counts = counts or [NO_COUNTS]
+        totals: list[Any] = [
+            sum(each[1:], start=each[0]) for each in zip(*(count[:7] for count in counts), strict=True)
+        ]
+        route = jnp.max(jnp.stack([count.route for count in counts]))
+        total = Counts(*totals, route=route, errors=joint_errors([count.errors for count in counts]))
+    if since is None:
+        return total
+    left = since[2:] + jnp.stack([total.sent_bytes, total.code_bits])
+    units = jnp.floor(left / UNIT)
+    return total._replace(since=jnp.concatenate([since[:2] + units, left - units * UNIT]))
+
+
+def count_message(parcels: Sequence[Parcel], message: Sequence[Any], carried: Carried, code: str | None) -> Counts:
+    """Counts of the messages that one call of a route carried; overflow and errors are not in it.
+
+    message: of each group. code: whose bits are counted; None: what is cheap to count.
+    """
+    each = [counted(parcel.payload, x, code) for parcel, x in zip(parcels, message, strict=True)]
+    held, bits, entries = zip(*each, strict=True) if each else ((), (), ())
+    size, bits = sum(x.size for x in message), sum(bits, jnp.asarray(carried.code_bits, jnp.float32))
+    return _counted(sum(held) + carried.lane_bytes, bits, sum(entries), size, carried.sent_bytes, carried.route)
+
+
+def count_sum(arrays: Any, sent_bytes: float) -> Counts:
+    """Counts of a sum of uncompressed arrays."""
+    size, held = sum(leaf.size for leaf in jax.tree.leaves(arrays)), lane_bytes(arrays)
+    return _counted(held, 8 * held, size, size, sent_bytes, "sum")
+
+
+def _counted(held: int, bits: Any, entries: Any, size: int, sent_bytes: Any, route: str) -> Counts:
+    """All numbers but the last in f32: they may be more than any i32."""
+    held, bits, entries, size, sent_bytes = (
+        jnp.asarray(x, jnp.float32) for x in (held, bits, entries, size, sent_bytes)
     )
-
-
-def refusal(route: Route, algorithm: Algorithm) -> str | None:
-    """Why a route cannot carry what an algorithm sends; None where it can."""
-    if algorithm.compressor is None:
-        return None
-    return route.refuses(algorithm.compressor, algorithm.roles)
-
-
-def own_weights(name: str, algorithm: Algorithm) -> tuple[float, ...] | None:
-    """Weights of the workers that a compressor brings; with parts, that those bring which bring some."""
-    given = [part.compressor for part in algorithm.parts or (algorithm,)]
-    found = {c.spec.weights for c in given if c is not None and c.spec.weights is not None}
-    if len(found) > 1:
-        raise ValueError(f"{name}: compressors of parts of the tree bring different weights of the workers: {found}")
-    return found.pop() if found else None
-
-
-def shares_of(name: str, weights: Any) -> np.ndarray:
-    """Weights of the workers divided by their sum, f64[n].
-
-    Raises:
-        ValueError: they are no vector, or one of them is negative or not finite, or all are zero.
-    """
-    values = np.asarray(weights, np.float64)
-    if values.ndim != 1 or not np.all(np.isfinite(values)) or np.any(values < 0) or not values.sum() > 0:
-        raise ValueError(f"{name}: weights must be n numbers >= 0, not all zero; got {weights}")
-    return values / values.sum()
+    place = jnp.asarray(NAMES.index(route), jnp.int32)
+    return NO_COUNTS._replace(
+        lane_bytes=held, code_bits=bits, entries=entries, size=size, sent_bytes=sent_bytes, route=place
+    )

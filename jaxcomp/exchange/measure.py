@@ -1,4 +1,4 @@
-"""Costs and losses of one round: counted in the compiled step, kept in the state, read by `info`.
+"""Losses of one round, as they are measured, and `info`, which reads what a state keeps of them and of costs.
 
 A side exit of the road: nothing here changes what is sent.
 """
@@ -14,101 +14,13 @@ from jax import lax
 from jax.core import Tracer
 
 from jaxcomp.arrays import wide
-from jaxcomp.exchange.routes import ROUTES, SCATTER
-from jaxcomp.exchange.state import check_rows, means_in
+from jaxcomp.exchange.routes import NAMES
+from jaxcomp.exchange.state import NOT_MEASURED, UNIT, Errors, check_rows, means_in
 from jaxcomp.norms import block_norms
-from jaxcomp.payloads import counted, lane_bytes
 
-__all__ = [
-    "NAMES",
-    "Counts",
-    "Errors",
-    "Info",
-    "add_counts",
-    "count_message",
-    "count_sum",
-    "errors_of",
-    "first_counts",
-    "info",
-    "joint_errors",
-    "joint_norm",
-    "no_counts",
-    "no_errors",
-    "nonfinite",
-]
+__all__ = ["Info", "errors_of", "info", "joint_errors", "nonfinite"]
 
 Array = jax.Array
-NAMES = [*ROUTES, SCATTER.name]  # and those of routes of the user's own, once they are given
-
-
-NOT_MEASURED = -1.0  # in a state, where NaN would stop every run under jax_debug_nans; `info` says NaN
-
-
-class Errors(NamedTuple):
-    """Norms of C(m) - m and of m, which take passes over the gradient; -1 where they were not asked for."""
-
-    error: Array
-    norm: Array
-    nonfinite: Array
-
-
-UNIT = 2**24  # of totals: numbers below it are exact in f32
-
-
-class Counts(NamedTuple):
-    """Measurements of one worker in one round, as they are kept in the state. All scalars, f32 or i32.
-
-    since: f32[4], since the state was made: whole UNITs of bytes and of bits that were sent, and what is left of both;
-    () in what one message counts.
-    """
-
-    lane_bytes: Array
-    code_bits: Array
-    entries: Array
-    size: Array
-    overflow: Array
-    searches: Array
-    sent_bytes: Array
-    route: Array
-    errors: Errors
-    since: Any = ()
-
-
-def no_errors() -> Errors:
-    """Nothing was measured."""
-    return Errors(*(jnp.full((), NOT_MEASURED, jnp.float32),) * 3)
-
-
-def no_counts() -> Counts:
-    """Nothing was sent."""
-    integer, real = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
-    return Counts(real, real, real, real, integer, integer, real, integer, no_errors())
-
-
-def first_counts() -> Counts:
-    """Counts of a state before its first round."""
-    return no_counts()._replace(since=jnp.zeros(4, jnp.float32))
-
-
-def add_counts(counts: list[Counts], since: Array | None = None) -> Counts:
-    """Counts of several messages in one round: the sums; norms joined; of the routes the last one in the table.
-
-    since: what the rounds before came to; None for a part of a round.
-    """
-    if len(counts) == 1:
-        total = counts[0]
-    else:
-        counts = counts or [no_counts()]
-        totals: list[Any] = [
-            sum(each[1:], start=each[0]) for each in zip(*(count[:7] for count in counts), strict=True)
-        ]
-        route = jnp.max(jnp.stack([count.route for count in counts]))
-        total = Counts(*totals, route=route, errors=joint_errors([count.errors for count in counts]))
-    if since is None:
-        return total
-    left = since[2:] + jnp.stack([total.sent_bytes, total.code_bits])
-    units = jnp.floor(left / UNIT)
-    return total._replace(since=jnp.concatenate([since[:2] + units, left - units * UNIT]))
 
 
 def joint_errors(every: Sequence[Errors]) -> Errors:
@@ -148,42 +60,6 @@ def joint_norm(norms: list[Array]) -> Array:
     largest = jnp.max(stacked, axis=0, keepdims=True)
     unit = jnp.where(largest > 0, largest, 1)
     return unit[0] * jnp.sqrt(jnp.sum(jnp.square(jnp.clip(stacked / unit, 0, 1)), axis=0))
-
-
-def count_message(parcels: Sequence[Any], message: Sequence[Any], carried: Any, code: str | None) -> Counts:
-    """Counts of the messages that one call of a route carried; overflow and errors are not in it.
-
-    parcels, message: of each group (`routes.Parcel`). carried: `routes.Carried`. code: whose bits are counted; None:
-    what is cheap to count.
-    """
-    each = [counted(parcel.payload, x, code) for parcel, x in zip(parcels, message, strict=True)]
-    held, bits, entries = zip(*each, strict=True) if each else ((), (), ())
-    return no_counts()._replace(
-        lane_bytes=_real(float(sum(held) + carried.lane_bytes)),
-        code_bits=sum(bits, _real(0)) + _real(carried.code_bits),
-        entries=sum(entries, _real(0)),
-        size=_real(float(sum(x.size for x in message))),
-        sent_bytes=_real(carried.sent_bytes),
-        route=jnp.asarray(NAMES.index(carried.route), jnp.int32),
-    )
-
-
-def count_sum(arrays: Any, sent_bytes: float) -> Counts:
-    """Counts of a sum of uncompressed arrays."""
-    size, held = sum(leaf.size for leaf in jax.tree.leaves(arrays)), lane_bytes(arrays)
-    return no_counts()._replace(
-        lane_bytes=_real(held),
-        code_bits=_real(8 * held),
-        entries=_real(size),
-        size=_real(size),
-        sent_bytes=_real(sent_bytes),
-        route=jnp.asarray(NAMES.index("sum"), jnp.int32),
-    )
-
-
-def _real(value: Any) -> Array:
-    """Number as f32[]: bits and bytes may be more than any i32."""
-    return jnp.asarray(float(value) if isinstance(value, int) else value).astype(jnp.float32)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -12,8 +12,15 @@ from jaxcomp.exchange.axes import Placement, is_bound, only_row, with_rows
 from jaxcomp.groups import Groups
 
 __all__ = [
+    "FIRST_COUNTS",
     "KEPT",
+    "NOT_MEASURED",
+    "NO_COUNTS",
+    "NO_ERRORS",
+    "UNIT",
+    "Counts",
     "Description",
+    "Errors",
     "MeanLocal",
     "MeanShared",
     "MeanState",
@@ -30,6 +37,44 @@ __all__ = [
 
 Array = jax.Array
 T = TypeVar("T")
+
+
+NOT_MEASURED = -1.0  # in a state, where NaN would stop every run under jax_debug_nans; `info` says NaN
+
+
+class Errors(NamedTuple):
+    """Norms of C(m) - m and of m, which take passes over the gradient; -1 where they were not asked for."""
+
+    error: Array
+    norm: Array
+    nonfinite: Array
+
+
+UNIT = 2**24  # of totals: numbers below it are exact in f32
+
+
+class Counts(NamedTuple):
+    """Measurements of one worker in one round, as they are kept in the state. All scalars, f32 or i32.
+
+    since: f32[4], since the state was made: whole UNITs of bytes and of bits that were sent, and what is left of both;
+    () in what one message counts.
+    """
+
+    lane_bytes: Array
+    code_bits: Array
+    entries: Array
+    size: Array
+    overflow: Array
+    searches: Array
+    sent_bytes: Array
+    route: Array
+    errors: Errors
+    since: Any = ()
+
+
+NO_ERRORS = Errors(*(np.float32(NOT_MEASURED),) * 3)  # pyright: ignore[reportArgumentType]
+NO_COUNTS = Counts(*np.zeros(4, np.float32), np.int32(0), np.int32(0), np.float32(0), np.int32(0), NO_ERRORS)
+FIRST_COUNTS = NO_COUNTS._replace(since=np.zeros(4, np.float32))  # of a state before its first round
 
 
 KEPT: list[type] = []

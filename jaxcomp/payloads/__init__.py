@@ -11,7 +11,6 @@ len(wire.encode(payload)) = code_bits / 8, rounded up to whole bytes in each arr
 """
 
 from jaxcomp.payloads.chunks import Chunks
-from jaxcomp.payloads.dense import Dense, Scaled
 from jaxcomp.payloads.leaves import Leaves
 from jaxcomp.payloads.local import LocalIndices, global_indices, local_indices
 from jaxcomp.payloads.quantized import Quantized
@@ -19,7 +18,9 @@ from jaxcomp.payloads.registry import (
     CODES,
     Choices,
     Coding,
+    Dense,
     Family,
+    Scaled,
     cheap_bits,
     code_bits,
     counted,

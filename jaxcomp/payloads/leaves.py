@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxcomp.payloads.dense import Dense
 from jaxcomp.payloads.registry import (
     Choices,
     Coding,
+    Dense,
     Family,
     code_bits,
     encode_message,

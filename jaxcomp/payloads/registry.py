@@ -1,7 +1,11 @@
 """Registry of payloads: a `Family` of functions for each type, and the functions of all types.
 
 A new payload is one new file that ends with `register(Family(...))`; nothing else switches on the types. Sizes, words
-in jit and bytes on the host all come from the codings that a family lists, and `shortest` chooses among them.
+in jit and bytes on the host all come from the codings that a family lists, and `shortest` chooses among them. The two
+plain payloads stand here, at the end. Their records on the wire:
+
+    1 Dense       record of an array or a payload
+    2 Scaled      array values | array scale
 """
 
 import math
@@ -13,17 +17,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp.arrays import is_host
-from jaxcomp.payloads.words import Coded, Cursor
+from jaxcomp.backend_gpu import TOGETHER
+from jaxcomp.payloads.words import Coded, Cursor, uncoded, uncoded_like
 from jaxcomp.wire.errors import WireError
-from jaxcomp.wire.format import ARRAY, read_array, write_array
+from jaxcomp.wire.format import ARRAY, is_float, read_array, write_array
 from jaxcomp.wire.frame import Reader, Writer
 from jaxcomp.wire.limits import MAX_DEPTH, PART_BYTES
 
 __all__ = [
     "CODES",
+    "DENSE",
+    "SCALED",
     "Choices",
     "Coding",
+    "Dense",
     "Family",
+    "Scaled",
     "cheap_bits",
     "code_bits",
     "count_type",
@@ -44,7 +53,24 @@ __all__ = [
 
 Array = Any
 CODES = ("fixed", "elias", "best")
+DENSE, SCALED = 1, 2  # kinds of records
 WORDS = "words"  # what `encode_message` may choose from
+
+
+class Dense(NamedTuple):
+    """values: float[m]. Plain numbers: all entries, or those of an index set that both ends know."""
+
+    values: Any
+
+
+class Scaled(NamedTuple):
+    """values: narrow float[d];  scale: f32[], or f32[b], one for each block of entries; powers of two.
+
+    x_hat = values * scale.
+    """
+
+    values: Array
+    scale: Array
 
 
 class Coding(NamedTuple):
@@ -65,12 +91,12 @@ class Coding(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """codings: the first holds any payload.  rest(): bits that all of them need besides, of what is inside.  entries:
-    those of the payload (`Family.entries`), where the codings count them anyway.
+    """codings: the first holds any payload.  rest(): bits that all of them need besides, of what is inside; None for no
+    such.  entries: those of the payload (`Family.entries`), where the codings count them anyway.
     """
 
     codings: Sequence[Coding]
-    rest: Callable[[], Array | int] = lambda: 0
+    rest: Callable[[], Array | int] | None = None
     entries: Array | int | None = None
 
 
@@ -215,7 +241,8 @@ def code_bits(payload: Any, *, code: str = "fixed") -> Array | int:
 
 
 def _bits_of(choices: Choices, code: str) -> Array | int:
-    return shortest(choices.codings, code)[1] + choices.rest()
+    bits = shortest(choices.codings, code)[1]
+    return bits if choices.rest is None else bits + choices.rest()
 
 
 def cheap_bits(payload: Any) -> Array | int:
@@ -351,8 +378,7 @@ def counted(payload: Any, like: Any, code: str | None) -> tuple[int, jax.Array, 
             choices = family.codings(part, code or "fixed")
             bits = _bits_of(choices, code or "fixed")
             entries = family.entries(part) if choices.entries is None else choices.entries
-        real = lambda number: jnp.asarray(number, jnp.float32)
-        return real(bits), None if entries is None else real(entries)
+        return jnp.asarray(bits, jnp.float32), None if entries is None else jnp.asarray(entries, jnp.float32)
 
     bits, entries = (jax.vmap(one) if len(like.shape) > 1 else one)(payload)
     entries = jnp.full((), float(like.size), jnp.float32) if entries is None else jnp.sum(entries)
@@ -389,3 +415,93 @@ def limits(payload: Any, lengths: Any) -> list:
 def same_everywhere(payload: Any, lengths: Any) -> list:
     """`limits` of payloads that are equally long on all workers."""
     return [None] * len(jax.tree.leaves(payload))
+
+
+# ------------------------------------------------------------------------------------------------
+# Plain numbers, with a scale or without: bits, words and bytes are those of the arrays
+
+
+def _dense_codings(payload: Dense, code: str) -> Choices:
+    values = payload.values
+    if hasattr(values, "dtype"):
+        return Choices([Coding(DENSE, (code,), 8 * values.size * values.dtype.itemsize)])
+    return Choices([Coding(DENSE, (code,), 0)], lambda: code_bits(values, code=code))
+
+
+def _check_dense(payload: Dense) -> None:
+    pass
+
+
+def _write_dense(out: Writer, payload: Dense, coding: Coding) -> None:
+    write_record(out, payload.values)
+
+
+def _read_dense(reader: Reader) -> Dense:
+    return Dense(read_record(reader))
+
+
+def _pack_dense(payload: Dense) -> Coded:
+    return uncoded(payload) if hasattr(payload.values, "dtype") else encode_message(payload.values)
+
+
+def _unpack_dense(cursor: Cursor, like: Dense) -> Dense:
+    return Dense(cursor.array(like.values) if hasattr(like.values, "dtype") else unpack_message(cursor, like.values))
+
+
+def _dense_entries(payload: Dense) -> Any:
+    return payload.values.size if hasattr(payload.values, "dtype") else num_entries(payload.values)
+
+
+def _scaled_codings(payload: Scaled, code: str) -> Choices:
+    return Choices([Coding(SCALED, (code,), 8 * lane_bytes(payload))])
+
+
+def _check_scaled(payload: Scaled) -> None:
+    for name, array in payload._asdict().items():
+        if not isinstance(array, np.ndarray) or not is_float(array.dtype):
+            raise WireError(f"Scaled.{name} dtype", getattr(array, "dtype", type(array).__name__), "a float")
+    if payload.scale.ndim > 1:
+        raise WireError("Scaled.scale ndim", payload.scale.ndim, "0 or 1")
+
+
+def _write_scaled(out: Writer, payload: Scaled, coding: Coding) -> None:
+    write_array(out, payload.values)
+    write_array(out, payload.scale)
+
+
+def _read_scaled(reader: Reader) -> Scaled:
+    return Scaled(read_array(reader, "Scaled.values"), read_array(reader, "Scaled.scale"))
+
+
+def _dense_per_tile(payload: Dense) -> list[int]:
+    return [TOGETHER] if hasattr(payload.values, "dtype") else per_tile(payload.values)
+
+
+register(
+    Family(
+        type=Dense,
+        codings=_dense_codings,
+        check=_check_dense,
+        write=_write_dense,
+        readers={DENSE: _read_dense},
+        pack=_pack_dense,
+        unpack=_unpack_dense,
+        entries=_dense_entries,
+        limits=same_everywhere,
+        per_tile=_dense_per_tile,
+    )
+)
+register(
+    Family(
+        type=Scaled,
+        codings=_scaled_codings,
+        check=_check_scaled,
+        write=_write_scaled,
+        readers={SCALED: _read_scaled},
+        pack=uncoded,
+        unpack=uncoded_like,
+        entries=lambda payload: payload.values.size,
+        limits=same_everywhere,
+        per_tile=lambda payload: [TOGETHER, 0],
+    )
+)

@@ -27,13 +27,14 @@ from jaxcomp.base import Lengths
 from jaxcomp.codes.elias import elias_length
 from jaxcomp.codes.keys import MAX_KEYS, Gaps, decode_gaps, encode_keys, keys_of, plan
 from jaxcomp.payloads import sparse_records as records
-from jaxcomp.payloads.dense import Dense, Scaled
 from jaxcomp.payloads.local import BLOCK, LocalIndices, global_indices, local_indices
 from jaxcomp.payloads.registry import (
     WORDS,
     Choices,
     Coding,
+    Dense,
     Family,
+    Scaled,
     code_bits,
     count_type,
     encode_message,
@@ -136,7 +137,7 @@ def _codings(payload: Sparse, code: str) -> Choices:
     local, plain = isinstance(indices, LocalIndices), hasattr(values, "dtype")
     low = indices.low if local else indices
     capacity, each = low.shape[-1], 8 * values.dtype.itemsize if plain else 0
-    rest = (lambda: 0) if plain else (lambda: code_bits(values, code=code))
+    rest = None if plain else (lambda: code_bits(values, code=code))
     kind = records.SPARSE_LOCAL if local else records.SPARSE
     extra = 32 * indices.counts.shape[0] if local else 0
     if capacity == 0:

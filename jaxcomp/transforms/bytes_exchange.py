@@ -23,7 +23,7 @@ from jaxcomp.base import (
     residual,
 )
 from jaxcomp.compressors.tree import as_leaves, from_leaves
-from jaxcomp.exchange.driver import shares_of
+from jaxcomp.exchange.binding import shares_of
 from jaxcomp.payloads import Dense, Several, Sparse
 from jaxcomp.wire import WireError, decode, encode
 

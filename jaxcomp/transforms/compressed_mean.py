@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec
 from jaxcomp.arrays import constants, like_of, root_key
 from jaxcomp.base import Algorithm, Compressor, check_algorithm
 from jaxcomp.exchange.axes import Axis, Placement, axis_names, check_gradients, check_own, is_bound
-from jaxcomp.exchange.driver import exchange_of
+from jaxcomp.exchange.binding import exchange_of
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.routes import Route
 from jaxcomp.groups import Buckets, join, split

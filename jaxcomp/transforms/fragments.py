@@ -12,8 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxcomp.exchange.axes import varying
-from jaxcomp.exchange.measure import no_counts
-from jaxcomp.exchange.state import MeanState
+from jaxcomp.exchange.state import NO_COUNTS, MeanState
 
 __all__ = ["Timetable", "cut", "either", "fragments_of", "idle", "replaced"]
 
@@ -104,5 +103,5 @@ def idle(state: MeanState) -> MeanState:
     every = state.about.placement.every
     none = lambda value, x: varying(jnp.full(x.shape, value, x.dtype), every)
     before, since = state.local.counts._replace(since=()), varying(state.local.counts.since, every)
-    counts = jax.tree.map(none, no_counts(), before)._replace(since=since)
+    counts = jax.tree.map(none, NO_COUNTS, before)._replace(since=since)
     return MeanState(state.local._replace(counts=counts), state.shared, state.about)

@@ -22,7 +22,7 @@ from jaxcomp.base import Algorithm, Compressor, Round, State, answered, check_al
 from jaxcomp.compressors.tree import each_of
 from jaxcomp.exchange.agreement import Options, check_equal, greeting, greeting_of, merged, probe
 from jaxcomp.exchange.axes import Placement
-from jaxcomp.exchange.driver import exchange_of, own_weights
+from jaxcomp.exchange.binding import exchange_of, own_weights
 from jaxcomp.groups import join, split
 from jaxcomp.payloads import CODES
 from jaxcomp.state.moments import moment_of, places_of, replaced_by

@@ -35,8 +35,8 @@ from jaxcomp.arrays import constants, root_key, wide, wide_like, zeros_like
 from jaxcomp.base import Algorithm, check_algorithm
 from jaxcomp.checks import is_integer
 from jaxcomp.exchange.axes import Axis, Placement, axis_names, axis_size, is_bound, known_equal, varying
+from jaxcomp.exchange.binding import own_weights, shares_of
 from jaxcomp.exchange.collectives import sum_arrays
-from jaxcomp.exchange.driver import own_weights, shares_of
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.routes import Route
 from jaxcomp.exchange.state import OwnState, is_mean, own_at_device, own_off_device

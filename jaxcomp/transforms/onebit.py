@@ -14,7 +14,7 @@ from jaxcomp.base import Compressor, check_compressor
 from jaxcomp.checks import is_whole
 from jaxcomp.compressors.signs import sign
 from jaxcomp.exchange.axes import Axis, Placement, check_gradients
-from jaxcomp.exchange.driver import exchange_of
+from jaxcomp.exchange.binding import exchange_of
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.groups import join, split
 from jaxcomp.transforms.compressed_mean import compressed_mean

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxcomp.arrays import root_key
 from jaxcomp.base import Algorithm, Compressor, check_algorithm
 from jaxcomp.exchange.axes import Axis, Placement, axis_names, varying
-from jaxcomp.exchange.driver import Exchange, exchange_of, own_weights, shares_of
+from jaxcomp.exchange.binding import exchange_of, own_weights, shares_of
+from jaxcomp.exchange.driver import Exchange
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.routes import Route
 from jaxcomp.exchange.state import MeanState

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxcomp.arrays import bounded, like_of, wide
 from jaxcomp.base import Algorithm
 from jaxcomp.exchange.axes import Placement, axis_names, axis_size, check_gradients, is_bound, local_rows
-from jaxcomp.exchange.driver import exchange_of
+from jaxcomp.exchange.binding import exchange_of
 from jaxcomp.exchange.routes import SCATTER
 from jaxcomp.groups import row_size, split
 

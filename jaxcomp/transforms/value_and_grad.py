@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxcomp.base import Algorithm, check_algorithm
 from jaxcomp.exchange.axes import Axis, axis_names, is_bound
-from jaxcomp.exchange.driver import own_weights, shares_of
+from jaxcomp.exchange.binding import own_weights, shares_of
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.routes import Route
 from jaxcomp.exchange.state import kept, means_in

@@ -13,7 +13,8 @@ import jaxcomp as jc
 from jaxcomp.base import Round, State, answered, for_worker
 from jaxcomp.compressors.tree import each_of
 from jaxcomp.exchange.axes import Placement
-from jaxcomp.exchange.driver import _Turn, exchange_of
+from jaxcomp.exchange.binding import exchange_of
+from jaxcomp.exchange.driver import _Turn
 from jaxcomp.groups import groups_of
 
 FILE = json.loads((Path(__file__).parents[1] / "smoothness_oracle.json").read_text())

@@ -11,11 +11,25 @@ from jaxcomp.exchange.routes.scatter import SCATTER
 from jaxcomp.exchange.routes.sum import SUM
 from jaxcomp.exchange.routes.two_shot import TWO_SHOT
 
-__all__ = ["ROUTES", "SCATTER", "VIAS", "Arrived", "Carried", "Parcel", "Route", "Way", "costs", "route_of", "taken"]
+__all__ = [
+    "NAMES",
+    "ROUTES",
+    "SCATTER",
+    "VIAS",
+    "Arrived",
+    "Carried",
+    "Parcel",
+    "Route",
+    "Way",
+    "costs",
+    "route_of",
+    "taken",
+]
 
 # In this order `Info.via` numbers them.
 ROUTES: dict[str, Route] = {route.name: route for route in (SUM, GATHER, CONCAT, RING, RAGGED, LADDER, TWO_SHOT)}
 VIAS = ("auto", *ROUTES)
+NAMES = [*ROUTES, SCATTER.name]  # as a state numbers them; and of routes of the user's own, once they are given
 
 
 def route_of(via: str) -> Route:
