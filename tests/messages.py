@@ -15,9 +15,9 @@ from jaxcomp.payloads import (
     Several,
     Sparse,
     chunks,
-    dense,
     leaves,
     local_indices,
+    registry,
     several,
 )
 from jaxcomp.payloads import quantized as quantized_
@@ -57,8 +57,8 @@ def examples():
     )
     unsorted = Sparse(np.ones(4, np.float32), np.array([5, 1, 2, 8], np.int32))
     return {
-        "dense": (Dense(np.arange(9, dtype=np.float32)), dense.DENSE),
-        "scaled": (Scaled(np.ones(9, jnp.bfloat16), np.float32(2)), dense.SCALED),
+        "dense": (Dense(np.arange(9, dtype=np.float32)), registry.DENSE),
+        "scaled": (Scaled(np.ones(9, jnp.bfloat16), np.float32(2)), registry.SCALED),
         "sparse": (entries, records.CODED_SPARSE),
         "sparse-bf16": (sparse(rng, 10**6, 300, 300, jnp.bfloat16), records.CODED_SPARSE),
         "sparse-full": (Sparse(np.ones(99, np.float32), np.arange(99, dtype=np.int32)), records.CODED_SPARSE),

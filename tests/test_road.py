@@ -111,8 +111,8 @@ MADE = {
 # The files in which something happens to the gradient, in this order; what stands beside them, arrays, collectives,
 # counts, is entered from many of these.
 ROAD = ["transforms/compressed_mean.py", "exchange/driver.py", "groups.py"]
-ERROR_FEEDBACK = ["algorithms/error_feedback.py", "compressors/sparsify.py", "select.py", "exchange/routes/auto.py"]
-DIRECT = ["algorithms/direct.py", "compressors/dense.py", "exchange/routes/auto.py", "exchange/routes/route.py"]
+ERROR_FEEDBACK = ["algorithms/error_feedback.py", "compressors/sparsify.py", "select.py", "exchange/routes/route.py"]
+DIRECT = ["algorithms/direct.py", "compressors/dense.py", "exchange/routes/route.py"]
 ROADS = {
     "error_feedback(top_k)": (ROAD + ERROR_FEEDBACK, Walk([""] * 19, 243, 210, 436)),
     "direct(identity)": (ROAD + DIRECT, Walk([""] * 16, 174, 120, 307)),

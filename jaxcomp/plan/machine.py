@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.base import has_role
-from jaxcomp.exchange.routes.auto import held_by
+from jaxcomp.exchange.routes.route import held_by
 from jaxcomp.plan.candidates import Candidate
 from jaxcomp.plan.facts import Line, Work
 from jaxcomp.plan.links import Collective

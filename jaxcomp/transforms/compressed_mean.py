@@ -19,7 +19,7 @@ Routes (`jaxcomp.exchange.routes`), with the lane bytes that a worker sends, of 
     two_shot  2 (n - 1) / n  each worker adds up one chunk and sends the sum, compressed again, to all
     auto                     linear parts by sum, small dense leaves among them; the others by gather, or by the route
                              that is expected to be fastest on `link` where lengths differ; where that would send more
-                             than f32, two_shot, or decoded messages by sum (`routes.auto`)
+                             than f32, two_shot, or decoded messages by sum (`routes.route`)
 """
 
 import contextlib

@@ -13,7 +13,7 @@ from jaxcomp.exchange.agreement import warn_of_order
 from jaxcomp.exchange.axes import Placement
 from jaxcomp.exchange.links import Levels, Link, cost_of, placed_on, ring_plan, slowest
 from jaxcomp.exchange.routes import ROUTES, costs
-from jaxcomp.exchange.routes.auto import fastest
+from jaxcomp.exchange.routes.route import fastest
 
 
 def walk(plan, lengths):

@@ -1,12 +1,11 @@
 """How the messages of all workers become their mean: one file for each route, and "auto", which chooses."""
 
-from jaxcomp.exchange.routes.auto import AUTO, costs, taken
 from jaxcomp.exchange.routes.concat import CONCAT
 from jaxcomp.exchange.routes.gather import GATHER
 from jaxcomp.exchange.routes.ladder import LADDER
 from jaxcomp.exchange.routes.ragged import RAGGED
 from jaxcomp.exchange.routes.ring import RING
-from jaxcomp.exchange.routes.route import Arrived, Carried, Parcel, Route, Way
+from jaxcomp.exchange.routes.route import AUTO, ROUTES, Arrived, Carried, Parcel, Route, Way, costs, taken
 from jaxcomp.exchange.routes.scatter import SCATTER
 from jaxcomp.exchange.routes.sum import SUM
 from jaxcomp.exchange.routes.two_shot import TWO_SHOT
@@ -27,7 +26,7 @@ __all__ = [
 ]
 
 # In this order `Info.via` numbers them.
-ROUTES: dict[str, Route] = {route.name: route for route in (SUM, GATHER, CONCAT, RING, RAGGED, LADDER, TWO_SHOT)}
+ROUTES |= {route.name: route for route in (SUM, GATHER, CONCAT, RING, RAGGED, LADDER, TWO_SHOT)}
 VIAS = ("auto", *ROUTES)
 NAMES = [*ROUTES, SCATTER.name]  # as a state numbers them; and of routes of the user's own, once they are given
 

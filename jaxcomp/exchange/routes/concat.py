@@ -13,7 +13,8 @@ from jaxcomp.exchange.axes import Axis, axis_index, varying, varying_axes
 from jaxcomp.exchange.collectives import all_sum_words
 from jaxcomp.exchange.links import Cost, Levels, Link, cost_of
 from jaxcomp.exchange.routes.route import gathering_route
-from jaxcomp.exchange.routes.unequal import Message, from_buffers, gather_by, own_words, pieces_of
+from jaxcomp.exchange.routes.unequal import from_buffers, gather_by, own_words, pieces_of
+from jaxcomp.payloads.unequal import Message
 
 __all__ = ["CONCAT", "gather"]
 

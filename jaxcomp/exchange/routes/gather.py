@@ -11,7 +11,7 @@ from typing import Any
 from jaxcomp.exchange.collectives import gathered
 from jaxcomp.exchange.links import Cost, Levels, Link, cost_of
 from jaxcomp.exchange.routes.route import Parcel, Way, cuts_of, gathering_route, lengths_of, payloads_of
-from jaxcomp.exchange.routes.unequal import message_of
+from jaxcomp.payloads.unequal import message_of
 
 __all__ = ["GATHER", "gather"]
 

@@ -10,7 +10,8 @@ from jaxcomp.exchange import collectives
 from jaxcomp.exchange.axes import Axis
 from jaxcomp.exchange.links import Cost, Levels, Link, cost_of
 from jaxcomp.exchange.routes.route import Parcel, Way, gathering_route
-from jaxcomp.exchange.routes.unequal import Message, from_buffers, gather_by, own_words, pieces_of
+from jaxcomp.exchange.routes.unequal import from_buffers, gather_by, own_words, pieces_of
+from jaxcomp.payloads.unequal import Message
 
 __all__ = ["RAGGED", "gather"]
 

@@ -14,7 +14,8 @@ from jaxcomp.exchange.axes import Axis, axis_index, varying, varying_axes
 from jaxcomp.exchange.collectives import send
 from jaxcomp.exchange.links import Cost, Levels, Link, Phase, ring_plan, slowest
 from jaxcomp.exchange.routes.route import gathering_route
-from jaxcomp.exchange.routes.unequal import Message, from_buffers, gather_by, own_words
+from jaxcomp.exchange.routes.unequal import from_buffers, gather_by, own_words
+from jaxcomp.payloads.unequal import Message
 
 __all__ = ["RING", "gather"]
 
