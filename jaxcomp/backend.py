@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -178,8 +179,8 @@ def seen_anew(tree: Tree) -> Tree:
     return lax.optimization_barrier(tree)
 
 
-def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree, *, with_readers: bool = False) -> Tree:
-    """function(memory, x), with shapes and dtypes of the memory: computed once, and in its place.
+def in_place(function: Callable[..., Tree], memory: Tree, *x: Tree, with_readers: bool = False) -> Tree:
+    """function(memory, *x), with shapes and dtypes of the memory: computed once, and in its place.
 
     Outside of any program it is computed operation by operation.
 
@@ -188,12 +189,12 @@ def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree, *, w
     """
     traced = any(isinstance(a, Tracer) for a in jax.tree.leaves((memory, x)))
     if not traced or not any(a.size for a in jax.tree.leaves(x)):
-        return function(memory, x)
+        return function(memory, *x)
     if platform() == "cpu":
-        return backend_cpu.in_place(function, memory, x)
+        return backend_cpu.in_place(function, memory, *x)
     if with_readers and platform() == "gpu" and memory.dtype.itemsize >= 4:
-        return function(memory, x)
-    return lax.optimization_barrier(function(memory, x))
+        return function(memory, *x)
+    return lax.optimization_barrier(function(memory, *x))
 
 
 def step_in_place(tree: Tree, step: Any, change: Tree) -> Tree:
@@ -274,15 +275,7 @@ def mapped_as(function: Callable[..., Tree], of_rows: Callable[..., Tree]) -> Ca
     """The function. Under vmap, on a GPU, what `of_rows` of a single row is under vmap: a TPU pads short rows."""
     if platform() != "gpu":
         return function
-    mapped = jax.custom_batching.custom_vmap(function)
-
-    @mapped.def_vmap
-    def _(size, batched, *args):
-        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(batched))
-        out = jax.vmap(of_rows, axes, axis_size=size)(*args)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return mapped
+    return backend_cpu.unless_mapped(function, of_rows)
 
 
 def only_if(condition: Array, function: Callable[..., Tree], x: Tree, *operands: Any) -> Tree:
@@ -428,7 +421,7 @@ def accumulated(one: Callable[..., Array], memory: Tree, grads: Tree, *others: T
             if len(g.leaves) > {"cpu": math.inf, "gpu": OPERANDS}.get(platform(), 1):
                 return materialized(_added_in_parts(one, e, g, *others))
             g = joined(g, e)
-        return in_place(backend_cpu.of_several(one), e, (g, *others), with_readers=True)
+        return in_place(one, e, g, *others, with_readers=True)
 
     return jax.tree.map(each, memory, grads, *others)
 
@@ -451,7 +444,7 @@ def fold(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree) -> Tree
     total = zeros_if_shape(total, messages)
     add, messages = _in_slices(add, messages)
     if jax.tree.leaves(messages)[0].shape[0] == 1:
-        return add(total, jax.tree.map(lambda a: a[0], messages))
+        return add(total, jax.tree.map(operator.itemgetter(0), messages))
     total, _ = lax.scan(lambda t, m: (add(t, m), None), total, messages)
     return total
 
@@ -665,7 +658,7 @@ def of_entries(entries: Callable[..., tuple[Array, Array]], ascending: bool = Tr
         return fold(add, total, (payloads, weights))
 
     def every_entry(payloads: Tree, weights: Tree, shared: Tree, like: jax.ShapeDtypeStruct) -> SparseSum:
-        each = jax.vmap(lambda payload, weight: with_weight(payload, weight, shared, like))
+        each = jax.vmap(functools.partial(with_weight, shared=shared, like=like))
         return SparseSum(*each(payloads, weights), None, like.size)
 
     return decompress, accumulate, every_entry if ascending else None

@@ -33,11 +33,11 @@ __all__ = [
     "in_tiles",
     "largest_finite",
     "made_apart",
-    "of_several",
     "opaque_true",
     "piece_by_piece",
     "side_by_side",
     "starts_of",
+    "unless_mapped",
     "zeros_after",
 ]
 
@@ -55,8 +55,18 @@ def opaque_true(x: Array) -> Array:
     return (first <= jnp.inf) | jnp.isnan(first)
 
 
-def _mapped_axes(batched: Tree) -> Tree:
-    return jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
+def unless_mapped(function: Callable[..., Tree], of_row: Callable[..., Tree], then: Any = None) -> Callable[..., Tree]:
+    """The function; under vmap that of `of_row`, which is given to `then`, if that is given."""
+    once = jax.custom_batching.custom_vmap(function)
+
+    @once.def_vmap
+    def rule(size, batched, *args):
+        flags, structure = jax.tree.flatten(tuple(batched))
+        each = jax.vmap(of_row, structure.unflatten([0 if flag else None for flag in flags]), axis_size=size)
+        leaves, structure = jax.tree.flatten((each if then is None else then(each))(*args))
+        return structure.unflatten(leaves), structure.unflatten([True] * len(leaves))
+
+    return once
 
 
 # ------------------------------------------------------------------------------------------------
@@ -66,7 +76,6 @@ def _mapped_axes(batched: Tree) -> Tree:
 def computed_once(function: Callable[..., Tree], *args: Any) -> Tree:
     """XLA for CPU would compute args within every loop that reads them, and then find their places entry by entry."""
 
-    @jax.custom_batching.custom_vmap
     def made(*args):
         shapes = jax.eval_shape(function, *args)
 
@@ -77,45 +86,34 @@ def computed_once(function: Callable[..., Tree], *args: Any) -> Tree:
 
         return lax.cond(opaque_true(jax.tree.leaves(args)[0]), function, other, *args)
 
-    @made.def_vmap
-    def _(size, batched, *args):
-        out = computed_once(jax.vmap(function, tuple(_mapped_axes(batched)), axis_size=size), *args)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return made(*args)
+    return unless_mapped(made, function, lambda each: functools.partial(computed_once, each))(*args)
 
 
-def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> Tree:
+def in_place(function: Callable[..., Tree], memory: Tree, *x: Tree) -> Tree:
     """XLA for CPU would compute what several passes read again in each of them, and keep its terms for that. A loop of
     one step writes it where the memory was, if that is not read any more (a donated state, or zeros made for it), and
     everything else reads it from there.
     """
     # What the function closes over must be an argument: custom_vmap refuses what a further vmap would map.
-    traced, shape = jax.make_jaxpr(function, return_shape=True)(memory, x)
-    structure = jax.tree.structure(shape)
+    traced, shape = jax.make_jaxpr(function, return_shape=True)(memory, *x)
     jaxpr, consts = traced.jaxpr, traced.consts  # apart: the rule for vmap outlives the trace that the constants are of
 
     def of(consts, memory, x):
-        return jax.tree.unflatten(structure, jax.core.eval_jaxpr(jaxpr, consts, *jax.tree.leaves((memory, x))))  # pyright: ignore[reportAttributeAccessIssue]
+        return jax.core.eval_jaxpr(jaxpr, consts, *memory, *x)  # pyright: ignore[reportAttributeAccessIssue]
 
-    @jax.custom_batching.custom_vmap
     def once(consts, memory, x):
-        steps = jnp.where(opaque_true(next(a for a in jax.tree.leaves(x) if a.size)), 1, 0)
+        steps = jnp.where(opaque_true(next(a for a in x if a.size)), 1, 0)
 
         def step(carry):
             i, memory, x = carry
             # What depends on x alone would be computed before the loop, into an array of its own.
-            now = jax.tree.map(lambda a: jnp.where(i < steps, a, jnp.zeros((), a.dtype)), x)
+            now = [jnp.where(i < steps, a, jnp.zeros((), a.dtype)) for a in x]
             return i + 1, of(consts, memory, now), x
 
         return lax.while_loop(lambda carry: carry[0] < steps, step, (jnp.zeros((), jnp.int32), memory, x))[1]
 
-    @once.def_vmap
-    def _(size, batched, *args):
-        out = jax.vmap(of, tuple(_mapped_axes(batched)), axis_size=size)(*args)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return once(consts, memory, x)
+    after = unless_mapped(once, of)(consts, jax.tree.leaves(memory), jax.tree.leaves(x))
+    return jax.tree.unflatten(jax.tree.structure(shape), after)
 
 
 def calls(*, inlined: bool) -> contextlib.AbstractContextManager[Any]:
@@ -132,7 +130,8 @@ def zeros_after(tree: Tree, like: Tree) -> Tree:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
     there = functools.reduce(jnp.logical_and, map(opaque_true, arrays))
     zero = jnp.where(there, jnp.float32(0), jnp.float32(1))
-    return jax.tree.map(lambda leaf: jnp.full(leaf.shape, zero.astype(leaf.dtype)), like)
+    leaves, structure = jax.tree.flatten(like)
+    return structure.unflatten([jnp.full(leaf.shape, zero.astype(leaf.dtype)) for leaf in leaves])
 
 
 def added_once(add_all: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree) -> Tree:
@@ -228,20 +227,14 @@ def cut_apart(vector: Array, sizes: Sequence[int]) -> list[Array]:
 
 def _unknown(starts: Sequence[int], vector: Array) -> Sequence[Array]:
     """The same numbers, out of a condition that XLA cannot decide."""
-    constants = lambda numbers: lambda: tuple(jnp.asarray(number, jnp.int32) for number in numbers)
-    return lax.cond(opaque_true(vector), constants(starts), constants([0] * len(starts)))
-
-
-@functools.cache
-def of_several(one: Callable[..., Array]) -> Callable[..., Array]:
-    """A function of an entry of a memory and a tuple of others."""
-    return lambda e, x: one(e, *x)
+    as_arrays = [functools.partial(jax.tree.map, jnp.int32, numbers) for numbers in (starts, [0] * len(starts))]
+    return lax.cond(opaque_true(vector), *as_arrays)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # traced once for each size
 def _with_piece(one: Callable[..., Array], memory: Array, start: Array, piece: Array, *others: Array) -> Array:
-    there = lambda x: lax.dynamic_slice_in_dim(x, start, piece.size)
-    now = one(there(memory), piece, *map(there, others))
+    part, *others = (lax.dynamic_slice_in_dim(x, start, piece.size) for x in (memory, *others))
+    now = one(part, piece, *others)
     return lax.dynamic_update_slice_in_dim(memory, now, start, 0)
 
 
@@ -251,9 +244,7 @@ def piece_by_piece(one: Callable[..., Array], memory: Array, pieces: Any, *other
 
     pieces: `backend.Pieces`.
     """
-    size = memory.size
 
-    @jax.custom_batching.custom_vmap
     def added(memory, leaves, others):
         there = [x for x in leaves if x.size]
         starts = _unknown(starts_of([x.size for x in there]), there[0])
@@ -262,16 +253,12 @@ def piece_by_piece(one: Callable[..., Array], memory: Array, pieces: Any, *other
             after = _with_piece(one, after, start, piece, *others)
         return after.reshape(memory.shape)
 
-    @added.def_vmap
-    def _(workers, batched, *args):
-        def of(memory, leaves, others):
-            whole = jnp.concatenate([x.reshape(-1).astype(memory.dtype) for x in leaves])
-            whole = jnp.pad(whole, (0, size - whole.size)).reshape(memory.shape)
-            return in_place(of_several(one), memory, (whole, *others))
+    def joined(memory, leaves, others):
+        whole = jnp.concatenate([x.reshape(-1).astype(memory.dtype) for x in leaves])
+        whole = jnp.pad(whole, (0, memory.size - whole.size)).reshape(memory.shape)
+        return in_place(one, memory, whole, *others)
 
-        return jax.vmap(of, _mapped_axes(tuple(batched)), axis_size=workers)(*args), True
-
-    return added(memory, pieces.leaves, others)
+    return unless_mapped(added, joined)(memory, pieces.leaves, others)
 
 
 def _computed(x: Array, zero: Array) -> Array:
@@ -300,7 +287,6 @@ def made_apart(found: Any, sizes: Sequence[int]) -> list[Array]:
     rest = [i for i in range(len(sizes)) if i not in set(large)]
     starts, rest_sizes = starts_of(sizes), [sizes[i] for i in rest]
 
-    @jax.custom_batching.custom_vmap
     def apart(found):
         edges = jnp.asarray([*starts, sum(sizes)], jnp.int32)
         runs = _runs(found.indices, edges)
@@ -318,13 +304,7 @@ def made_apart(found: Any, sizes: Sequence[int]) -> list[Array]:
                 made[i] = piece
         return tuple(map(found.scaled, made))
 
-    @apart.def_vmap
-    def _(size, batched, found):
-        axes = _mapped_axes(batched[0])
-        out = jax.vmap(lambda found: tuple(cut_apart(found.made(), sizes)), (axes,), axis_size=size)(found)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return list(apart(found))
+    return list(unless_mapped(apart, lambda found: tuple(cut_apart(found.made(), sizes)))(found))
 
 
 def _like(size: int, found: Any) -> jax.ShapeDtypeStruct:

@@ -25,6 +25,7 @@ Laws
 
 import math
 import numbers
+import operator
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -537,9 +538,8 @@ def residual(compressor: Compressor, message: Tree, payload: Tree, shared: Tree)
     """message - decompress(payload): what was not sent of a finite message. Bitwise so where entries are copied."""
     if compressor.accumulate is not None:
         return _added(compressor, message, payload, -1, shared)
-    like = jax.tree.map(lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype), message)
-    x_hat = compressor.decompress(payload, shared, like)
-    return jax.tree.map(lambda m, x: bounded(m - x), message, x_hat)
+    x_hat = compressor.decompress(payload, shared, like_of(message))
+    return jax.tree.map(bounded, jax.tree.map(operator.sub, message, x_hat))
 
 
 def add_own(compressor: Compressor, total: Tree, payload: Tree, weight: Any, shared: Tree) -> Tree:
@@ -548,7 +548,7 @@ def add_own(compressor: Compressor, total: Tree, payload: Tree, weight: Any, sha
 
 
 def _added(compressor: Compressor, total: Tree, payload: Tree, weight: Any, shared: Tree) -> Tree:
-    stacked = jax.tree.map(lambda a: a[None], payload)
+    stacked = jax.tree.map(operator.itemgetter(None), payload)
     dtype = wide(*(leaf.dtype for leaf in jax.tree.leaves(total)))
     return accumulate(compressor, total, stacked, jnp.asarray(weight, dtype).reshape(1), shared)
 
@@ -651,7 +651,7 @@ def on_vectors(
         like = flat_like(like)
         return State() if init is None else init(shared_key, like)
 
-    apart, every = row_by_row(compress) if spec.selects else compress, None
+    apart = row_by_row(compress) if spec.selects else compress
 
     def compress_(key, x, state):
         each = apart if flat_like(x).size >= apart_from else compress
@@ -665,20 +665,17 @@ def on_vectors(
         payload = jax.tree.map(jnp.asarray, payload)  # of NumPy, once decoded from bytes
         return decode(payload, shared, flat_like(like)).reshape(like.shape)
 
-    def of_any_shape(accumulate):
-        def accumulate_(total, payloads, weights, shared):
-            flat = reshaped(total, flat_like(total).shape)
-            return accumulate(flat, payloads, weights, shared).reshape(total.shape)
+    def accumulate_(total, payloads, weights, shared):
+        flat = reshaped(total, flat_like(total).shape)
+        return add_all(flat, payloads, weights, shared).reshape(total.shape)  # pyright: ignore[reportOptionalCall]
 
-        return accumulate_
-
-    decode: Any = decompress
+    decode, add_all, every = decompress, accumulate, None
     if entries is not None:
-        once, accumulate, every = of_entries(entries, ascending)
+        once, add_all, every = of_entries(entries, ascending)
         decode = decompress or once
-    accumulate = None if accumulate is None else of_any_shape(accumulate)
     of_flat = None if lengths is None else lambda like: lengths(flat_like(like))
-    return Compressor(init_, compress_, decompress_, spec, accumulate, advance, of_flat, for_worker, overflow, every)
+    add = None if add_all is None else accumulate_
+    return Compressor(init_, compress_, decompress_, spec, add, advance, of_flat, for_worker, overflow, every)
 
 
 def _checked(name: str, x: Any) -> jax.ShapeDtypeStruct:

@@ -370,14 +370,14 @@ def split(groups: Groups, tree: Any, *, pieces: bool | tuple[bool, ...] = False)
     check_fits(groups, tree)
     leaves = jax.tree.leaves(tree)
 
-    def one(group: Group) -> Any:
-        own = Pieces(tuple(jnp.reshape(leaves[i], (leaves[i].size,)) for i in group.leaves))
+    arrays = []
+    for group in groups.groups:
+        own: Any = Pieces(tuple(jnp.reshape(leaves[i], (leaves[i].size,)) for i in group.leaves))
         apart = pieces[group.part] if isinstance(pieces, tuple) else pieces
-        if apart and len(own.leaves) > 1 and not group.small:
-            return own
-        return joined(own, jax.ShapeDtypeStruct(group.shape, _common(leaf.dtype for leaf in own.leaves)))
-
-    return tuple(map(one, groups.groups))
+        if not apart or len(own.leaves) == 1 or group.small:
+            own = joined(own, jax.ShapeDtypeStruct(group.shape, _common(leaf.dtype for leaf in own.leaves)))
+        arrays.append(own)
+    return tuple(arrays)
 
 
 def check_fits(groups: Groups, tree: Any) -> None:

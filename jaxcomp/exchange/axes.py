@@ -8,6 +8,7 @@ Under vmap, pmap and `check_vma=False` there are no such types: everything here 
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -93,8 +94,9 @@ def local_rows(axis: Axis) -> int:
 
 def with_rows(tree: Any, axis: Axis) -> Any:
     """Arrays on a leading axis of workers, as often as there are rows here, typed as differing over `axis`."""
-    rows = local_rows(axis)
-    return varying(jax.tree.map(lambda x: jnp.tile(jnp.asarray(x)[None], (rows,) + (1,) * jnp.ndim(x)), tree), axis)
+    rows, (leaves, structure) = local_rows(axis), jax.tree.flatten(tree)
+    tiled = [jnp.tile(jnp.asarray(x)[None], (rows,) + (1,) * jnp.ndim(x)) for x in leaves]
+    return varying(structure.unflatten(tiled), axis)
 
 
 def only_row(name: str, tree: Any, axis: Axis, what: str = "state") -> Any:
@@ -104,16 +106,15 @@ def only_row(name: str, tree: Any, axis: Axis, what: str = "state") -> Any:
         ValueError: there are several rows, or none; named after the function `name` and after `what` they belong to.
     """
 
-    def one(path, x):
+    tree = varying(tree, axis)
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if x.shape[:1] != (1,):
             raise ValueError(
                 f"{name}: {what}{jax.tree_util.keystr(path)} has shape {x.shape}, expected a leading axis of 1 at one "
                 "worker. Make the state, and its in_specs and out_specs, with jc.init_state; hand one that other "
                 "workers saved on by jc.redistribute(old, new)."
             )
-        return x[0]
-
-    return jax.tree_util.tree_map_with_path(one, varying(tree, axis))
+    return jax.tree.map(operator.itemgetter(0), tree)
 
 
 def varying(tree: Any, axis: Axis) -> Any:

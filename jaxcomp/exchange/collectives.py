@@ -6,6 +6,7 @@ f32). Which arrays share a lane is decided in `word_lanes` and `sum_lanes`, from
 it, and the functions that count bytes count by it.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -535,7 +536,7 @@ def gathered(
         words = _pack(lane, leaves)
         if lane.size:
             words = words if buckets is None else _after(words, before)
-            before = rows = _shared_out(words, replicas, lambda part: gather(part, axis))
+            before = rows = _shared_out(words, replicas, functools.partial(gather, axis=axis))
         else:
             rows = proven_equal(jnp.broadcast_to(words, (axis_size(axis), 0)), axis)
         for i, array in zip(lane.places, _unpack(lane, rows, leaves, lane.sizes), strict=True):

@@ -290,8 +290,8 @@ class _Turn:
 
     def answer(self, requests: list[Any]) -> list[Any]:
         """The answers to requests: messages together, sums together, conditionals one by one."""
-        of = lambda kind: [request for request in requests if isinstance(request, kind)]
-        means, sums = iter(self._means(of(Mean))), iter(self._sums(of(Sum)))
+        means, sums = ([request for request in requests if isinstance(request, kind)] for kind in (Mean, Sum))
+        means, sums = iter(self._means(means) if means else ()), iter(self._sums(sums) if sums else ())
         found = []
         for request in requests:
             if isinstance(request, Cond):
@@ -301,8 +301,6 @@ class _Turn:
         return found
 
     def _means(self, requests: list[Mean]) -> "list[Message]":
-        if not requests:
-            return []
         messages = [Message(request, self.way, self.index) for request in requests]
         parcels = [parcel for message in messages for parcel in message.parcels]
         with jax.named_scope(f"jc_exchange_{self.exchange.route.name}"):
@@ -320,7 +318,7 @@ class _Turn:
         each = [left(*pair) for message in messages for pair in message.locals]
         unsent = sum([x.overflow for x in each], count.overflow)
         count = count._replace(overflow=unsent, searches=sum([x.searches for x in each], count.searches))
-        if self.measured is not None and messages:
+        if self.measured is not None:
             count = count._replace(errors=joint_errors([self._errors(message) for message in messages]))
         self.counted.append(count)
         return messages
@@ -459,11 +457,14 @@ class Message:
             return tuple(p.compressor.decompress(p.payload, mine, p.like) for p, mine in pairs)
 
     def _means(self, lazy: bool) -> tuple[Any, ...]:
-        add = lambda compressor: functools.partial(accumulate, compressor)
-        each = zip(self.parcels, self.arrived, self.programs, self.request.groups, strict=True)
-        cuts = lambda group: () if not lazy or group.is_stack else group.sizes
+        means = []
         with jax.named_scope("jc_decode"):
-            return tuple(_mean(p, arrived, self.way, add(program), cuts(group)) for p, arrived, program, group in each)
+            for parcel, arrived, program, group in zip(
+                self.parcels, self.arrived, self.programs, self.request.groups, strict=True
+            ):
+                sizes = group.sizes if lazy and not group.is_stack else ()
+                means.append(_mean(parcel, arrived, self.way, functools.partial(accumulate, program), sizes))
+        return tuple(means)
 
 
 def _with_lost(left: Array, mean: Array, group: Any) -> Array:
@@ -520,8 +521,7 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], s
     if arrived.mean is not None:
         return arrived.mean
     if arrived.payloads is None:
-        mine = lambda shared: for_worker(compressor, shared, 0, 1)
-        decode = lambda total, shared: compressor.decompress(total, mine(shared), like)
+        decode = lambda total, shared: compressor.decompress(total, for_worker(compressor, shared, 0, 1), like)
         return way.mean_of(varying(on_equal_types(decode, arrived.total, parcel.shared), way.outer))
     weights = way.weights
     if weights is None:

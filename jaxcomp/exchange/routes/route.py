@@ -223,7 +223,7 @@ def lengths_of(parcels: Sequence[Parcel]) -> tuple[Any, ...] | None:
 def sums(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float]:
     """The sum over the workers of the payload of each parcel, and the bytes that a device sends."""
     kind = wide(*(parcel.like.dtype for parcel in parcels))  # f64 messages are added in f64
-    payloads, buckets = payloads_of(parcels), way.buckets_of(parcels)
+    payloads, buckets = tuple(parcel.payload for parcel in parcels), way.buckets_of(parcels)
     return summed(payloads, way.axis, way.weights, way.replicas, buckets, way.exact, kind, way.share)
 
 
