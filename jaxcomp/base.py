@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.arrays import bounded, is_array, like_of, reshaped, wide
+from jaxcomp.arrays import bounded, is_array, like_of, wide
 from jaxcomp.backend import add_each, cut_apart, form, in_turn, materialized, of_entries
 from jaxcomp.checks import is_whole
 
@@ -666,7 +666,8 @@ def on_vectors(
         return decode(payload, shared, flat_like(like)).reshape(like.shape)
 
     def accumulate_(total, payloads, weights, shared):
-        flat = reshaped(total, flat_like(total).shape)
+        flat = flat_like(total)
+        flat = flat if isinstance(total, jax.ShapeDtypeStruct) else jnp.reshape(total, flat.shape)
         return add_all(flat, payloads, weights, shared).reshape(total.shape)  # pyright: ignore[reportOptionalCall]
 
     decode, add_all, every = decompress, accumulate, None

@@ -38,7 +38,6 @@ __all__ = [
     "unknown_axes",
     "varying",
     "varying_axes",
-    "varying_together",
     "with_rows",
     "workers_here",
 ]
@@ -130,11 +129,6 @@ def varying(tree: Any, axis: Axis) -> Any:
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(mark, tree)
-
-
-def varying_together(tree: Any, *axes: Axis) -> Any:
-    """`varying` over the axes, and over each over which some array of the tree differs: so all have one type."""
-    return varying(tree, (*(name for axis in axes for name in axis_names(axis)), *varying_axes(tree)))
 
 
 def types_tell(axis: Axis) -> bool:

@@ -673,7 +673,7 @@ def summed(
     for lane in sum_lanes(leaves, buckets):
         parts = [leaves[i] for i in lane.places]
         parts = parts if buckets is None else _after(parts, before)
-        narrow = _is_narrow(lane)
+        narrow = lane.width < 4
         sent += _bytes_summed(lane, parts, workers, devices, exact, wide)
         if lane.size == 0:
             totals = [jnp.zeros(part.shape, wide if narrow else lane.dtype) for part in parts]
@@ -722,7 +722,7 @@ def _bytes_summed(lane: Lane, parts: Sequence[Any], workers: int, devices: int, 
     if not lane.size:
         return 0.0
     part, width = -(-lane.size // devices), lane.width
-    if _is_narrow(lane):
+    if width < 4:
         chunk, width = -(-part // workers), jnp.dtype(wide).itemsize if exact else width
         row = exchanged_size(chunk, lane.width) * lane.width
         sent = (workers - 1) * (row + gathered_size(chunk, width) * width)
@@ -730,10 +730,6 @@ def _bytes_summed(lane: Lane, parts: Sequence[Any], workers: int, devices: int, 
         added = summed_size(parts if devices == 1 else [jax.ShapeDtypeStruct((part,), lane.dtype)])
         sent = 2 * (workers - 1) / workers * added * width
     return float(sent + ((devices - 1) * gathered_size(part, width) * width if devices > 1 else 0))
-
-
-def _is_narrow(lane: Lane) -> bool:
-    return lane.width < 4
 
 
 def _mean_in_two_steps(words: Array, kind: Any, axis: Axis, weights: Array | None, exact: bool, wide: Any) -> Array:

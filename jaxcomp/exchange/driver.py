@@ -8,7 +8,6 @@ hierarchies are the same in all of them.
 
 import copy
 import functools
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -65,7 +64,6 @@ from jaxcomp.exchange.axes import (
     types_tell,
     varying,
     varying_axes,
-    varying_together,
     with_rows,
     workers_here,
 )
@@ -167,7 +165,7 @@ class Exchange(NamedTuple):
         made = state.about.route if self.route.name == "auto" and isinstance(state, MeanState) else ""
         if made:
             return self._replace(route=route_of(made)).step(state, given)
-        workers, index = self._here()
+        workers, index = workers_here(self.name, self.placement)
         local, shared, groups = self._opened(state, workers)
         grads, arrays = given(groups)
         way = self._way(groups, workers, (arrays, local, shared))
@@ -183,18 +181,28 @@ class Exchange(NamedTuple):
         shared = MeanShared(shared.count + 1, shared.key, size, kept.shared, turn.state.shared)
         return out, off_device(local, shared, state.about)
 
-    def _here(self) -> tuple[int, Array]:
-        """How many workers there are, and the number of this one."""
-        workers, index = workers_here(self.name, self.placement)
-        if self.shares is not None and len(self.shares) != workers:
-            raise ValueError(
-                f"{self.name}: {len(self.shares)} weights for {workers} workers on axis {self.placement.workers!r}"
-            )
-        return workers, index
-
     def _opened(self, state: Any, workers: int) -> tuple[MeanLocal, MeanShared, Groups]:
-        local, shared = at_device(self.name, state, self.placement.identity, self.roles)
-        groups = state.about.groups
+        """Local and shared state of this device, without leading axes, and how it lays out trees.
+
+        Raises:
+            ValueError: it is the state of another transformation, or not cut for one device, or the same on all.
+        """
+        name, place = self.name, self.placement.identity
+        if not isinstance(state, MeanState) or (state.about.placement, state.about.roles) != (place, self.roles):
+            got = f"{state.about.placement} with {dict(state.about.roles)}" if is_mean(state) else type(state).__name__
+            lost = is_mean(state) and not axis_names(place.workers) and axis_names(state.about.placement.workers)
+            cure = ". No mesh was found here: give arrays (or shapes) that have a sharding, mesh=, or jax.set_mesh"
+            expected = f"expected a state of {place} with {dict(self.roles)}"
+            raise ValueError(f"{name}: {expected}; got {got}{cure if lost else ''}")
+        equal = known_equal(state.local, place.workers)
+        if equal and axis_size(place.workers) > 1:
+            raise ValueError(
+                f"{name}: local state{equal[0]} is typed as equal on all workers: passed with P(), all but one worker's"
+                " memory would be lost. Make the state, and its in_specs and out_specs, with jc.init_state, or with "
+                f"jc.state_specs(state, {place.workers!r})."
+            )
+        shared = only_row(name, state.shared, None) if place.outer else state.shared
+        local, groups = only_row(name, state.local, place.every), state.about.groups
         if groups.layout == self._layout(workers):
             return local, shared, groups
         here = self._groups(workers, groups.tree)
@@ -249,6 +257,8 @@ class Exchange(NamedTuple):
     def _way(self, groups: Groups, workers: int, given: Any) -> Way:
         """For the route. given: all that messages are made of."""
         place = self.placement
+        if self.shares is not None and len(self.shares) != workers:
+            raise ValueError(f"{self.name}: {len(self.shares)} weights for {workers} workers on axis {place.workers!r}")
         weights = None if self.shares is None else jnp.asarray(self.shares, wide(*groups.dtypes))
         buckets = self.layout.bucket_bytes is not None
         replicas, axis = place.replicas, place.workers
@@ -308,20 +318,28 @@ class _Turn:
         self.state, arrived = carried.state, iter(carried.arrived)
         for message in messages:
             message.arrived = tuple(next(arrived) for _ in message.parcels)
-        given = [x for request in requests for x in request.message]
-        n = self.way.workers
-        dense = 8 * (n - 1) / n * sum(x.size for x in given)
+        self.counted.append(self._count(messages, carried))
+        return messages
+
+    def _count(self, messages: "list[Message]", carried: Carried) -> Counts:
+        """Counts of the messages that one call of a route carried. Warns where they are more than f32 would be."""
+        each = [pair for message in messages for pair in zip(message.parcels, message.request.message, strict=True)]
+        size, n = sum(x.size for _, x in each), self.way.workers
+        dense = 8 * (n - 1) / n * size
         known = not isinstance(carried.sent_bytes, Tracer) and not self.way.replicas  # which add bytes on other axes
         if known and carried.sent_bytes > 1.01 * dense + PADDING:
             warnings.warn(MORE.format(self.exchange.name, carried.sent_bytes, n, carried.route, dense), stacklevel=2)
-        count = count_message(parcels, given, carried, self.exchange.code)
-        each = [left(*pair) for message in messages for pair in message.locals]
-        unsent = sum([x.overflow for x in each], count.overflow)
-        count = count._replace(overflow=unsent, searches=sum([x.searches for x in each], count.searches))
+        held, bits, entries = carried.lane_bytes, jnp.asarray(carried.code_bits, jnp.float32), jnp.float32(0)
+        for parcel, x in each:
+            more = counted(parcel.payload, x, self.exchange.code)
+            held, bits, entries = (a + b for a, b in zip((held, bits, entries), more, strict=True))
+        count = counts_of(held, bits, entries, size, carried.sent_bytes, carried.route)
+        unsent = [left(*pair) for message in messages for pair in message.locals]
+        overflow, searches = (sum([x[i] for x in unsent], jnp.int32(0)) for i in (0, 1))
+        count = count._replace(overflow=overflow, searches=searches)
         if self.measured is not None:
             count = count._replace(errors=joint_errors([self._errors(message) for message in messages]))
-        self.counted.append(count)
-        return messages
+        return count
 
     def _sums(self, requests: list[Sum]) -> list[Any]:
         by_dtype: dict[Any, list[int]] = {}
@@ -333,7 +351,8 @@ class _Turn:
             given = tuple(requests[i].x for i in numbers)
             with jax.named_scope("jc_exchange_sum"):
                 found, sent_bytes = summed(given, way.axis, way.weights, way.replicas, None, True, dtype)
-            self.counted.append(count_sum(given, sent_bytes))
+            size, held = sum(leaf.size for leaf in jax.tree.leaves(given)), lane_bytes(given)
+            self.counted.append(counts_of(held, 8 * held, size, size, sent_bytes, "sum"))
             for i, total in zip(numbers, found, strict=True):
                 totals[i] = total if way.weights is None else jax.tree.map(lambda t: t * way.workers, total)
         return totals
@@ -385,7 +404,7 @@ class Message:
         for (c, state), (payload, after), x, group in each:
             # Typed alike: an array that happens to be typed as equal (an empty one, say) would give loops and
             # conditionals branches of different types.
-            payload = varying_together(payload, way.axis, way.outer)
+            payload = varying(payload, (*axis_names(way.axis), *way.outer, *varying_axes(payload)))
             parcels.append(Parcel(c, payload, state.shared, jax.ShapeDtypeStruct(x.shape, x.dtype), group.bucket))
             local.append((c, after))
         self.parcels, self.locals = tuple(parcels), tuple(local)
@@ -555,33 +574,6 @@ def off_device(local: MeanLocal, shared: MeanShared, about: Description) -> Mean
     return MeanState(with_rows(local, place.every), shared, about)
 
 
-def at_device(name: str, state: Any, placement: Placement, roles: tuple) -> State:
-    """Local and shared state of this device, without leading axes.
-
-    Raises:
-        ValueError: it is the state of another transformation, or not cut for one device, or the same on all devices.
-    """
-    if not isinstance(state, MeanState) or (state.about.placement, state.about.roles) != (placement, roles):
-        got = f"{state.about.placement} with {dict(state.about.roles)}" if is_mean(state) else type(state).__name__
-        lost = is_mean(state) and not axis_names(placement.workers) and axis_names(state.about.placement.workers)
-        cure = ". No mesh was found here: give arrays (or shapes) that have a sharding, mesh=, or jax.set_mesh"
-        raise ValueError(f"{name}: expected a state of {placement} with {dict(roles)}; got {got}{cure if lost else ''}")
-    cure = "Make the state, and its in_specs and out_specs, with jc.init_state"
-    equal = known_equal(state.local, placement.workers)
-    if equal and _workers_here(placement) > 1:
-        raise ValueError(
-            f"{name}: local state{equal[0]} is typed as equal on all workers: passed with P(), all but one worker's "
-            f"memory would be lost. {cure}, or with jc.state_specs(state, {placement.workers!r})."
-        )
-    shared = only_row(name, state.shared, None) if placement.outer else state.shared
-    return State(only_row(name, state.local, placement.every), shared)
-
-
-def _workers_here(placement: Placement) -> int:
-    sizes = jax.sharding.get_abstract_mesh().shape
-    return math.prod(sizes.get(name, 1) for name in placement.names)
-
-
 # ------------------------------------------------------------------------------------------------
 # What is counted: nothing here changes what is sent
 
@@ -607,28 +599,10 @@ def add_counts(counts: list[Counts], since: Array | None = None) -> Counts:
     return total._replace(since=jnp.concatenate([since[:2] + units, left - units * UNIT]))
 
 
-def count_message(parcels: Sequence[Parcel], message: Sequence[Any], carried: Carried, code: str | None) -> Counts:
-    """Counts of the messages that one call of a route carried; overflow and errors are not in it.
-
-    message: of each group. code: whose bits are counted; None: what is cheap to count.
-    """
-    each = [counted(parcel.payload, x, code) for parcel, x in zip(parcels, message, strict=True)]
-    held, bits, entries = zip(*each, strict=True) if each else ((), (), ())
-    size, bits = sum(x.size for x in message), sum(bits, jnp.asarray(carried.code_bits, jnp.float32))
-    return _counted(sum(held) + carried.lane_bytes, bits, sum(entries), size, carried.sent_bytes, carried.route)
-
-
-def count_sum(arrays: Any, sent_bytes: float) -> Counts:
-    """Counts of a sum of uncompressed arrays."""
-    size, held = sum(leaf.size for leaf in jax.tree.leaves(arrays)), lane_bytes(arrays)
-    return _counted(held, 8 * held, size, size, sent_bytes, "sum")
-
-
-def _counted(held: int, bits: Any, entries: Any, size: int, sent_bytes: Any, route: str) -> Counts:
-    """All numbers but the last in f32: they may be more than any i32."""
-    held, bits, entries, size, sent_bytes = (
-        jnp.asarray(x, jnp.float32) for x in (held, bits, entries, size, sent_bytes)
-    )
+def counts_of(held: int, bits: Any, entries: Any, size: int, sent_bytes: Any, route: str) -> Counts:
+    """Counts of some messages, without overflow and errors. In f32: the numbers may be more than any i32."""
+    numbers = (held, bits, entries, size, sent_bytes)
+    held, bits, entries, size, sent_bytes = (jnp.asarray(x, jnp.float32) for x in numbers)
     place = jnp.asarray(NAMES.index(route), jnp.int32)
     return NO_COUNTS._replace(
         lane_bytes=held, code_bits=bits, entries=entries, size=size, sent_bytes=sent_bytes, route=place

@@ -424,7 +424,7 @@ def same_everywhere(payload: Any, lengths: Any) -> list:
 def _dense_codings(payload: Dense, code: str) -> Choices:
     values = payload.values
     if hasattr(values, "dtype"):
-        return Choices([Coding(DENSE, (code,), 8 * values.size * values.dtype.itemsize)])
+        return Choices([Coding(DENSE, (code,), 8 * values.size * values.dtype.itemsize)], entries=values.size)
     return Choices([Coding(DENSE, (code,), 0)], lambda: code_bits(values, code=code))
 
 

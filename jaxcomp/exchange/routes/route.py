@@ -377,14 +377,22 @@ def carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carrie
     """Carries what is linear, or decoded, in one sum, all else in one gathering (see `Route.carry`)."""
     del key
     how = [_how(parcel, way) for parcel in parcels]
-    name = _gathering([parcel for parcel, each in zip(parcels, how, strict=True) if each == "gather"], way)
+    gather = [parcel for parcel, each in zip(parcels, how, strict=True) if each == "gather"]
+    name = _gathering(gather, way)
     if name is None:
-        how = ["decoded" if each == "gather" else each for each in how]
-    pairs = list(zip(parcels, how, strict=True))
+        how, gather = ["decoded" if each == "gather" else each for each in how], []
+    pairs = zip(parcels, how, strict=True)
     added = [_decoded(p, way) if each == "decoded" else p for p, each in pairs if each != "gather"]
     with jax.named_scope("sum"):
         totals, sent_bytes = sums(added, way)
-    payloads, more_bytes = _gathered([p for p, each in pairs if each == "gather"], way, name)
+    payloads, more_bytes = (), 0.0
+    with jax.named_scope(str(name)):
+        if gather and name == "gather":  # without a warning of padding: it was chosen
+            payloads = tuple(parcel.payload for parcel in gather)
+            buckets, cuts = way.buckets_of(gather), cuts_of(gather)
+            payloads, more_bytes = gathered(payloads, way.axis, way.replicas, buckets, cuts)
+        elif gather:
+            payloads, more_bytes = gathered_by(ROUTES[str(name)].gather, gather, way)
     total, payload, arrived = iter(totals), iter(payloads), []
     for each in how:
         brought = next(payload if each == "gather" else total)
@@ -416,17 +424,6 @@ def _gathering(parcels: Sequence[Parcel], way: Way) -> str | None:
     dense = cost_of("all_reduce", sum(_dense(parcel.like) for parcel in parcels), way.workers, way.link)
     most = ANY if way.rereads else dense
     return fastest(message.lengths, message.capacity, way.link, most)
-
-
-def _gathered(parcels: Sequence[Parcel], way: Way, name: str | None) -> tuple[tuple[Any, ...], Any]:
-    """The payloads of all workers, and the bytes that a device sends."""
-    if not parcels:
-        return (), 0.0
-    with jax.named_scope(str(name)):
-        if name == "gather":  # without a warning of padding: it was chosen
-            payloads = tuple(parcel.payload for parcel in parcels)
-            return gathered(payloads, way.axis, way.replicas, way.buckets_of(parcels), cuts_of(parcels))
-        return gathered_by(ROUTES[str(name)].gather, parcels, way)
 
 
 def _decoded(parcel: Parcel, way: Way) -> Parcel:
