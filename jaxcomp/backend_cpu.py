@@ -233,8 +233,8 @@ def _unknown(starts: Sequence[int], vector: Array) -> Sequence[Array]:
 
 @functools.partial(jax.jit, static_argnums=0)  # traced once for each size
 def _with_piece(one: Callable[..., Array], memory: Array, start: Array, piece: Array, *others: Array) -> Array:
-    part, *others = (lax.dynamic_slice_in_dim(x, start, piece.size) for x in (memory, *others))
-    now = one(part, piece, *others)
+    part, *rest = (lax.dynamic_slice_in_dim(x, start, piece.size) for x in (memory, *others))
+    now = one(part, piece, *rest)
     return lax.dynamic_update_slice_in_dim(memory, now, start, 0)
 
 

@@ -670,7 +670,8 @@ def on_vectors(
         flat = flat if isinstance(total, jax.ShapeDtypeStruct) else jnp.reshape(total, flat.shape)
         return add_all(flat, payloads, weights, shared).reshape(total.shape)  # pyright: ignore[reportOptionalCall]
 
-    decode, add_all, every = decompress, accumulate, None
+    decode: Any = decompress
+    add_all, every = accumulate, None
     if entries is not None:
         once, add_all, every = of_entries(entries, ascending)
         decode = decompress or once

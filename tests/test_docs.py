@@ -16,7 +16,7 @@ import pytest
 from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
-from jaxcomp.exchange import driver, measure
+from jaxcomp.exchange import binding, driver, measure
 from jaxcomp.payloads import registry as payloads_registry
 
 ROOT = Path(__file__).parents[1]
@@ -126,8 +126,9 @@ def test_the_compressor_of_the_page_is_unbiased_and_is_exchanged(seed):
 @pytest.mark.usefixtures("standard_promotion")
 def test_the_route_of_the_page_is_given_as_it_is(capsys, monkeypatch):
     """One file, no line: `via=` takes the value, under vmap and on a mesh, as the ledger counts it."""
-    monkeypatch.setattr(measure, "NAMES", names_of_routes := [*measure.NAMES])
-    monkeypatch.setattr(driver, "NAMES", names_of_routes)
+    known = [*measure.NAMES]
+    for module in (binding, driver, measure):
+        monkeypatch.setattr(module, "NAMES", known)
     names = {}
     exec(compile(code_of(DEVELOPMENT / "route.md"), "route.md", "exec"), names)
     assert capsys.readouterr().out == "doubling 4800.0\ngather 4800.0\n"

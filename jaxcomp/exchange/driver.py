@@ -300,8 +300,9 @@ class _Turn:
 
     def answer(self, requests: list[Any]) -> list[Any]:
         """The answers to requests: messages together, sums together, conditionals one by one."""
-        means, sums = ([request for request in requests if isinstance(request, kind)] for kind in (Mean, Sum))
-        means, sums = iter(self._means(means) if means else ()), iter(self._sums(sums) if sums else ())
+        asked = [request for request in requests if isinstance(request, Mean)]
+        added = [request for request in requests if isinstance(request, Sum)]
+        means, sums = iter(self._means(asked) if asked else ()), iter(self._sums(added) if added else ())
         found = []
         for request in requests:
             if isinstance(request, Cond):
@@ -599,11 +600,8 @@ def add_counts(counts: list[Counts], since: Array | None = None) -> Counts:
     return total._replace(since=jnp.concatenate([since[:2] + units, left - units * UNIT]))
 
 
-def counts_of(held: int, bits: Any, entries: Any, size: int, sent_bytes: Any, route: str) -> Counts:
+def counts_of(held: Any, bits: Any, entries: Any, size: int, sent_bytes: Any, route: str) -> Counts:
     """Counts of some messages, without overflow and errors. In f32: the numbers may be more than any i32."""
-    numbers = (held, bits, entries, size, sent_bytes)
-    held, bits, entries, size, sent_bytes = (jnp.asarray(x, jnp.float32) for x in numbers)
-    place = jnp.asarray(NAMES.index(route), jnp.int32)
-    return NO_COUNTS._replace(
-        lane_bytes=held, code_bits=bits, entries=entries, size=size, sent_bytes=sent_bytes, route=place
-    )
+    numbers = {"lane_bytes": held, "code_bits": bits, "entries": entries, "size": size, "sent_bytes": sent_bytes}
+    numbers = {name: jnp.asarray(x, jnp.float32) for name, x in numbers.items()}
+    return NO_COUNTS._replace(**numbers, route=jnp.asarray(NAMES.index(route), jnp.int32))

@@ -72,8 +72,9 @@ class Counts(NamedTuple):
     since: Any = ()
 
 
-NO_ERRORS = Errors(*(np.float32(NOT_MEASURED),) * 3)  # pyright: ignore[reportArgumentType]
-NO_COUNTS = Counts(*np.zeros(4, np.float32), np.int32(0), np.int32(0), np.float32(0), np.int32(0), NO_ERRORS)
+_REAL, _WHOLE = np.float32(0), np.int32(0)
+NO_ERRORS: Any = Errors(*(np.float32(NOT_MEASURED),) * 3)  # pyright: ignore[reportArgumentType]
+NO_COUNTS: Any = Counts(_REAL, _REAL, _REAL, _REAL, _WHOLE, _WHOLE, _REAL, _WHOLE, NO_ERRORS)  # pyright: ignore[reportArgumentType]
 FIRST_COUNTS = NO_COUNTS._replace(since=np.zeros(4, np.float32))  # of a state before its first round
 
 

@@ -435,10 +435,9 @@ def exchange_on_mesh(
         Directions laid out like the parameters, and the state.
     """
     workers = axis_names(axis)
-    _check_workers(state, mesh, workers)
     outer = jax.tree.map(lambda _: P(), grads) if specs is None else specs_like(grads, specs)
     rows = jax.tree.map(lambda spec: P(workers, *without(spec, workers)), outer)
-    made = state_specs(state, axis)
+    made = _specs_of(state, mesh, axis)
 
     def one(grads, state):
         return tx.update(jax.tree.map(lambda g: g[0], grads), state)
@@ -452,11 +451,28 @@ def specs_like(tree: Any, specs: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(specs)) if same_leaves(tree, specs) else specs
 
 
-def _check_workers(state: Any, mesh: Any, workers: tuple[str, ...]) -> None:
+def _specs_of(state: Any, mesh: Any, axis: Axis) -> Any:
+    """Specs of the state of an exchange: found once, when it is made, not in each trace.
+
+    Raises:
+        ValueError: it was made before the parameters lay on this mesh, or for another one.
+    """
+    leaves, structure = jax.tree.flatten(state)
+    return _specs_by_shape(structure, tuple(map(np.shape, leaves)), tuple(mesh.shape.items()), axis)
+
+
+@functools.lru_cache(maxsize=256)
+def _specs_by_shape(structure: Any, shapes: tuple[Any, ...], mesh: tuple[tuple[str, int], ...], axis: Axis) -> Any:
+    state = structure.unflatten([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+    _check_workers(state, dict(mesh), axis_names(axis))
+    return state_specs(state, axis)
+
+
+def _check_workers(state: Any, sizes: dict[str, int], workers: tuple[str, ...]) -> None:
     """Raises ValueError where a state was made before the parameters lay on this mesh, or for another one."""
     for mean in means_in(state):
         names = axis_names(mean.about.placement.every) or workers
-        count = int(np.prod([mesh.shape.get(name, 1) for name in names]))
+        count = int(np.prod([sizes.get(name, 1) for name in names]))
         for leaf in jax.tree.leaves(mean.local):
             if leaf.shape[0] != count:
                 raise ValueError(
@@ -471,7 +487,7 @@ def init_on_mesh(tx: optax.GradientTransformation, mesh: Any, axis: Axis, specs:
     """The state of tx, each worker's part on its own device. Of the parameters it takes the shapes alone."""
     like = like_of(params if specs is None else shapes_of_shards(params, mesh, specs_like(params, specs)))
     shapes = shape_on(mesh, tx, like)
-    made = state_specs(shapes, axis, params=like)
+    made = _specs_of(shapes, mesh, axis)
     traced = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, Tracer)]
     if not traced:
         check_state("init", shapes, mesh if isinstance(mesh, Mesh) else _in_force(), axis)

@@ -1,4 +1,4 @@
-"""What a route is: a way in which the messages of all workers, or their sum, reach all of them. And via="auto".
+"""Routes, the ways in which the messages of all workers, or their sum, reach all of them; and the one by default.
 
 Each of the others has a file of its own. Most routes bring all payloads to all workers. Such a route is a function
 `gather` and one line with `gathering_route`. The driver then decodes and adds the payloads, on every worker alike.
@@ -238,10 +238,10 @@ def cuts_of(parcels: Sequence[Parcel]) -> list[int]:
     return found
 
 
-def gathered_by(gather: Gather, parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float | Array]:
+def gathered_by(gather: Gather | None, parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float | Array]:
     """All payloads, by `gather`; where nothing crosses, without it."""
     payloads = payloads_of(parcels)
-    if way.workers == 1 or lane_bytes(payloads) == 0:
+    if way.workers == 1 or lane_bytes(payloads) == 0 or gather is None:
         return all_gather(payloads, way.axis), 0.0
     return gather(parcels, way)
 
