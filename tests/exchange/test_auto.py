@@ -33,13 +33,14 @@ TAKEN = {
 @pytest.fixture
 def said(monkeypatch):
     """(route, bytes) of a round, as `info` has them, from shapes alone."""
-    found, count = [], driver.count_message
+    found, counts_of = [], driver.counts_of
 
-    def noted(parcels, given, carried, code):
-        found.append((carried.route, carried.sent_bytes))
-        return count(parcels, given, carried, code)
+    def noted(*counted):
+        *_, sent_bytes, route = counted
+        found.append((route, sent_bytes))
+        return counts_of(*counted)
 
-    monkeypatch.setattr(driver, "count_message", noted)
+    monkeypatch.setattr(driver, "counts_of", noted)
 
     def one(algorithm, workers, like=LIKE, **options):
         tx = jc.compressed_mean(algorithm, AXIS, **options)
