@@ -92,10 +92,10 @@ def two_rounds(
     mapped = jax.shard_map(
         update, mesh=mesh, in_specs=(jax.P("data"), specs), out_specs=(jax.P(), specs), check_vma=vma
     )
-    step, found = jax.jit(mapped), []
-    rounds = [jax.device_put(grads, jax.NamedSharding(mesh, jax.P("data"))) for grads in rounds]
-    text = step.lower(rounds[0], state).as_text()
-    sizes = [int(size) for size in re.findall(r"all_gather.*tensor<1x(\d+)xui\d+>\) ->", text)]
+    rounds, found = [jax.device_put(grads, jax.NamedSharding(mesh, jax.P("data"))) for grads in rounds], []
+    lowered = jax.jit(mapped).lower(rounds[0], state)
+    sizes = [int(size) for size in re.findall(r"all_gather.*tensor<1x(\d+)xui\d+>\) ->", lowered.as_text())]
+    step = lowered.compile()
     for grads in rounds:
         direction, state = step(grads, state)
         found.append(direction)
