@@ -209,7 +209,7 @@ def wrap_key(data: Array) -> Array:
 
 @contextlib.contextmanager
 def constants() -> Iterator[None]:
-    """Makes what is computed inside, from constants, a constant of no mesh, whatever is traced, and in any mesh."""
+    """Inside, arrays are computed while a program is traced, whatever it is, and belong to no mesh."""
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         yield
 

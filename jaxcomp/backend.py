@@ -154,10 +154,10 @@ def computed_once(function: Callable[..., Tree], *args: Any) -> Tree:
 
 
 def materialized(tree: Tree) -> Tree:
-    """The same arrays, for several readers: none of them computes them again within its own loop, and nothing that two
-    of them compute alike is kept from one to the other.
+    """The same arrays behind an optimization barrier: each reader reads memory, where it would compute them again
+    within its own loop, and nothing that two readers compute alike is kept from one to the other.
 
-    On CPUs sums are made so where they are added up (`fold_in_one_pass`).
+    It does nothing on CPUs, where XLA drops barriers; there `fold_in_one_pass` sees to it for sums.
     """
     return tree if platform() == "cpu" else lax.optimization_barrier(tree)
 
@@ -238,11 +238,9 @@ def fast_if(condition: Array, fast: Callable[..., Tree], general: Callable[..., 
     return lax.cond(condition, fast, general, *operands) if platform() == "cpu" else general(*operands)
 
 
-def form(
-    portable: Callable[..., Tree], on_cpu: Callable[..., Tree], on_gpu: Callable[..., Tree] | None = None
-) -> Callable[..., Tree]:
+def form(portable: Callable[..., Tree], *, on_cpu: Any = None, on_gpu: Any = None) -> Callable[..., Tree]:
     """The first one, unless there is another in programs for CPUs or for GPUs; all give the same, up to rounding."""
-    return {"cpu": on_cpu, "gpu": on_gpu or portable}.get(platform(), portable)
+    return {"cpu": on_cpu, "gpu": on_gpu}.get(platform()) or portable
 
 
 def in_turn(function: Callable[[Tree], Tree], rows: Tree) -> Tree:
@@ -292,12 +290,12 @@ def only_if(condition: Array, function: Callable[..., Tree], x: Tree, *operands:
 
 def all_finite(rows: Array, *ends: Array) -> Array:
     """Whether no entry is a NaN or an infinity. ends: extremes along the last axis, of which these would be some."""
-    return form(lambda _, *ends: jnp.all(jnp.isfinite(jnp.stack(ends))), backend_cpu.all_finite)(rows, *ends)
+    return form(lambda _, *ends: jnp.all(jnp.isfinite(jnp.stack(ends))), on_cpu=backend_cpu.all_finite)(rows, *ends)
 
 
 def largest_finite(rows: Array) -> Array:
     """The largest finite magnitude along the last axis."""
-    return form(lambda rows: jnp.max(jnp.abs(finite(rows)), axis=-1), backend_cpu.largest_finite)(rows)
+    return form(lambda rows: jnp.max(jnp.abs(finite(rows)), axis=-1), on_cpu=backend_cpu.largest_finite)(rows)
 
 
 def in_parts(function: Callable[..., Array], out: Array, *rows: Array) -> Array:
@@ -388,7 +386,7 @@ def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Seque
 
 
 OPERANDS = 40  # leaves that one loop reads at most: XLA for GPUs splits some loops over 48, into an array of their own
-MOST_OPERANDS = 60  # and all of more than about 64
+MOST_OPERANDS = 60  # and every loop over more than about 64
 
 
 def _added_in_parts(one: Callable[..., Array], memory: Array, pieces: Pieces, *others: Array) -> Array:
@@ -461,14 +459,15 @@ def fold_in_one_pass(
     messages: Tree,
     *,
     least: int = 2,
-    apart: bool = False,
+    one_at_a_time: bool = False,
     entrywise: bool = True,
 ) -> Tree:
     """`fold` in one pass over the total: of a few messages, on a GPU of any number.
 
     least: on a CPU, from so many messages on the sum is computed once, however many loops read it (`computed_once`);
         fewer are decoded within each of those loops.
-    apart: a pass for each message, one after the other: its codes are an array, and only one such is held at a time.
+    one_at_a_time: a pass for each message, one after the other: its codes are an array, of which one is held at a
+        time.
     entrywise: an entry is decoded from few numbers of its message (`Spec.entrywise`). If not, all messages that are
         decoded at once would be held as vectors, so they are added one after the other.
     """
@@ -483,7 +482,7 @@ def fold_in_one_pass(
         total = zeros_if_shape(total, messages)  # in here zeros are no pass of their own
         for j in range(count):
             message = jax.tree.map(lambda a: a[j], messages)  # noqa: B023
-            total = add(*(materialized((total, message)) if apart and j else (total, message)))
+            total = add(*(materialized((total, message)) if one_at_a_time and j else (total, message)))
         return total
 
     if platform() != "cpu" or not any(a.size for a in jax.tree.leaves(messages)):
@@ -577,7 +576,7 @@ class SparseSum:
         """
         order = np.argsort(sizes, kind="stable")[::-1][:128].tolist()
         large = sorted(i for i in order if sizes[i] >= self.least_apart)
-        rest = [i for i in range(len(sizes)) if i not in set(large)]
+        rest = sorted(set(range(len(sizes))) - set(large))
         starts, rest_sizes = backend_cpu.starts_of(sizes), [sizes[i] for i in rest]
         ends = np.asarray(starts) + np.asarray(sizes)
         # How much further on each piece begins in the vector than among the rest; -1 for what is not among them.
@@ -614,7 +613,7 @@ class SparseSum:
 
 
 LONG = backend_cpu.LONG  # entries of a vector that is worth a branch, or a loop, of its own
-SPARSE = 8  # times as many entries as its messages has a vector whose sum is not made at once
+SPARSE = 8  # a sum stays unmade if the vector has at least so many times the entries of its messages together
 
 
 def made(arrays: Tree) -> Tree:

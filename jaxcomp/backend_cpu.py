@@ -284,7 +284,7 @@ def made_apart(found: Any, sizes: Sequence[int]) -> list[Array]:
     lie in it. The others are cut out of one vector of them.
     """
     large = sorted(i for i in np.argsort(sizes, kind="stable")[::-1][:LOOPS].tolist() if sizes[i] >= LONG)
-    rest = [i for i in range(len(sizes)) if i not in set(large)]
+    rest = sorted(set(range(len(sizes))) - set(large))
     starts, rest_sizes = starts_of(sizes), [sizes[i] for i in rest]
 
     def apart(found):

@@ -303,7 +303,8 @@ class Round(NamedTuple):
 
 
 def keys_of(key: Array, groups: tuple[Any, ...]) -> tuple[Array, ...]:
-    """A key for each group: fold_in(key, its number), or the key itself for a group that has it alone."""
+    """A key for each group: fold_in(key, its number); for a group without a number, the small leaves or an only group,
+    the key itself."""
     numbers = [group.number or 0 for group in groups]
     if max(numbers, default=0) < FEW:
         words = [jax.random.key_data(jax.random.fold_in(key, number)) for number in numbers]
@@ -317,8 +318,7 @@ def keys_of(key: Array, groups: tuple[Any, ...]) -> tuple[Array, ...]:
     each = materialized(words)
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         each = [jax.random.wrap_key_data(own, impl=jax.random.key_impl(key)) for own in each]
-    alone = [group.number is None for group in groups]
-    return tuple(key if own else folded for own, folded in zip(alone, each, strict=True))
+    return tuple(key if group.number is None else own for group, own in zip(groups, each, strict=True))
 
 
 def answered(steps: Any, answer: Callable[[list[Any]], list[Any]]) -> Any:
@@ -631,14 +631,14 @@ def on_vectors(
     overflow: Callable | None = None,
     entries: Callable[..., tuple[Array, Array]] | None = None,
     ascending: bool = True,
-    apart_from: int = 0,
+    by_row_from: int = 0,
 ) -> Compressor:
     """A `Compressor` of arrays of any shape from functions of vectors (see `base.Compressor`).
 
     entries: (payload, shared, like) -> indices i32[k], behind them padding of `like.size`, and values [k]; takes the
         place of `accumulate`, and of `decompress` where none is given (which an index that stands twice needs). shared:
         of one worker or of all. ascending: whether the indices are.
-    apart_from: under vmap vectors with at least so many entries are compressed one after the other, where the
+    by_row_from: under vmap vectors with at least so many entries are compressed one after the other, where the
         compressor selects (`row_by_row`).
     """
 
@@ -651,10 +651,15 @@ def on_vectors(
         like = flat_like(like)
         return State() if init is None else init(shared_key, like)
 
-    apart = row_by_row(compress) if spec.selects else compress
+    by_row = row_by_row(compress) if spec.selects else compress
+    decode: Any = decompress
+    add_all, sparse_sum = accumulate, None
+    if entries is not None:
+        once, add_all, sparse_sum = of_entries(entries, ascending)
+        decode = decompress or once
 
     def compress_(key, x, state):
-        each = apart if flat_like(x).size >= apart_from else compress
+        each = by_row if flat_like(x).size >= by_row_from else compress
         return each(key, jnp.reshape(x, (-1,)), state)
 
     def decompress_(payload, shared, like):
@@ -670,14 +675,9 @@ def on_vectors(
         flat = flat if isinstance(total, jax.ShapeDtypeStruct) else jnp.reshape(total, flat.shape)
         return add_all(flat, payloads, weights, shared).reshape(total.shape)  # pyright: ignore[reportOptionalCall]
 
-    decode: Any = decompress
-    add_all, every = accumulate, None
-    if entries is not None:
-        once, add_all, every = of_entries(entries, ascending)
-        decode = decompress or once
     of_flat = None if lengths is None else lambda like: lengths(flat_like(like))
     add = None if add_all is None else accumulate_
-    return Compressor(init_, compress_, decompress_, spec, add, advance, of_flat, for_worker, overflow, every)
+    return Compressor(init_, compress_, decompress_, spec, add, advance, of_flat, for_worker, overflow, sparse_sum)
 
 
 def _checked(name: str, x: Any) -> jax.ShapeDtypeStruct:
@@ -712,7 +712,7 @@ def row_by_row(function: Callable) -> Callable:
     @mapped.def_vmap
     def rule(size, batched, *args):
         del size
-        each = form(mapped, mapped, on_gpu=function)
+        each = form(mapped, on_gpu=function)
         leaves, tree = jax.tree.flatten(args)
         is_row = jax.tree.leaves(batched)
 

@@ -249,12 +249,11 @@ def _grouped(layout: Layout, leaves: dict[int, Any], paths: list[str], bare: boo
     by_shape = layout.unit == "shape"
     is_matrix = by_shape and any(leaf.ndim > 1 for leaf in leaves.values())
     if (bare and not is_matrix) or (layout.unit == "tree" and layout.single):
-        runs = [list(leaves)] if bare else _runs(list(leaves), leaves, layout.longest)
-        numbers = range(len(runs)) if len(runs) > 1 else [None]
-        shapes = [_shape(sum(leaves[i].size for i in run), layout) for run in runs]
-        kinds = [_common(leaves[i].dtype for i in run) for run in runs]
-        each = zip(runs, shapes, kinds, numbers, strict=True)
-        return [Group(tuple(run), shape, kind, number=number) for run, shape, kind, number in each]
+        runs, made = [list(leaves)] if bare else _runs(list(leaves), leaves, layout.longest), []
+        for number, run in enumerate(runs):
+            shape, kind = _shape(sum(leaves[i].size for i in run), layout), _common(leaves[i].dtype for i in run)
+            made.append(Group(tuple(run), shape, kind, number=number if len(runs) > 1 else None))
+        return made
     is_small = lambda leaf: leaf.size < layout.dense_below or (by_shape and leaf.ndim < 2)
     small = [i for i, leaf in leaves.items() if is_small(leaf)]
     if layout.unit == "tree" and not (layout.fixed and len(small) < len(leaves)):
@@ -262,7 +261,8 @@ def _grouped(layout: Layout, leaves: dict[int, Any], paths: list[str], bare: boo
         for i in small:
             held[leaves[i].dtype] += leaves[i].size
         small = [i for i in small if held[leaves[i].dtype] < layout.dense_below]
-    large = [i for i in leaves if i not in set(small)]
+    kept = set(small)
+    large = [i for i in leaves if i not in kept]
     buckets = _buckets(large, leaves, layout, paths)
     alone = {i: i for i in _alone(large, leaves, layout.alone)}
     together: dict[Any, list[int]] = {}
@@ -373,8 +373,8 @@ def split(groups: Groups, tree: Any, *, pieces: bool | tuple[bool, ...] = False)
     arrays = []
     for group in groups.groups:
         own: Any = Pieces(tuple(jnp.reshape(leaves[i], (leaves[i].size,)) for i in group.leaves))
-        apart = pieces[group.part] if isinstance(pieces, tuple) else pieces
-        if not apart or len(own.leaves) == 1 or group.small:
+        unjoined = pieces[group.part] if isinstance(pieces, tuple) else pieces
+        if not unjoined or len(own.leaves) == 1 or group.small:
             own = joined(own, jax.ShapeDtypeStruct(group.shape, _common(leaf.dtype for leaf in own.leaves)))
         arrays.append(own)
     return tuple(arrays)

@@ -57,7 +57,7 @@ def block_norms(rows: Array, order: float) -> Array:
     """
     if order != 2 or rows.shape[-1] == 0:
         return _scaled_norms(rows, order)
-    return form(_norms_in_three_scales, _norms_on_cpu)(rows)
+    return form(_norms_in_three_scales, on_cpu=_norms_on_cpu)(rows)
 
 
 def _norms_on_cpu(rows: Array) -> Array:

@@ -265,7 +265,7 @@ def places_of(size: int, width: int) -> Places | Lanes | None:
         return None
     if _in_lanes(TILE, width):
         return Lanes(width, size)
-    return form(Places, Places, Pairs if width < 32 else None)(width, size // 1024)
+    return form(Places, on_gpu=Pairs if width < 32 else None)(width, size // 1024)
 
 
 def unpack(words: Array, size: int) -> Array:
@@ -294,7 +294,7 @@ def unpack(words: Array, size: int) -> Array:
             return _unpacked_in_lanes(words, width)[:size]
         shape = groups // tile, width, 32 // width, tile
         few = lambda _: jnp.arange(0, 32, width, dtype=U32)[None, None, :, None]
-        codes = words.reshape(groups // tile, width, 1, tile) >> form(few, few, _offsets)(shape)
+        codes = words.reshape(groups // tile, width, 1, tile) >> form(few, on_gpu=_offsets)(shape)
         return (codes & U32((1 << width) - 1) if width < 32 else codes).reshape(-1)[:size]
     start = np.arange(32) * width
     row, shift = start // 32, (start % 32).astype(np.uint32)[:, None]

@@ -53,7 +53,7 @@ FEW, LONG = 15, 1 << 12  # thresholds in one pass over rows, and entries from wh
 CHILDREN, ROOT = 64, 512  # blocks of a node, and at most of the root, in the search of a rank
 RUN = 4  # entries
 MANY_RUNS = 4096
-SAMPLED = 128  # entries of the sample that `largest` expects above its threshold
+SAMPLED = 128  # entries of the sample that are expected among the `capacity` largest
 
 
 def mask_words(mask: Array) -> Array:
@@ -72,7 +72,7 @@ def mask_words(mask: Array) -> Array:
     if mask.shape[0] < TILE:
         return _words_of_rows(mask)
     in_tiles = lambda mask: _in_tiles(_words_of_columns, mask)
-    return form(in_tiles, _words_of_rows, on_gpu=lambda mask: _in_tiles(_words_by_halves, mask))(mask)
+    return form(in_tiles, on_cpu=_words_of_rows, on_gpu=lambda mask: _in_tiles(_words_by_halves, mask))(mask)
 
 
 def _words_of_rows(mask: Array) -> Array:
@@ -126,7 +126,7 @@ def count_words(words: Array) -> Array:
     3
     """
     portable = lambda words: jnp.sum(lax.population_count(words).astype(I32), dtype=I32)
-    return form(portable, select_cpu.count_words)(words)
+    return form(portable, on_cpu=select_cpu.count_words)(words)
 
 
 def indices_of_words(words: Array, capacity: int, size: int) -> tuple[Array, Array]:
@@ -152,10 +152,10 @@ def indices_of_words(words: Array, capacity: int, size: int) -> tuple[Array, Arr
     blocks = -(-words.shape[0] // fan)
     words = jnp.pad(words, (0, fan * blocks - words.shape[0])).reshape(blocks, fan)
     counts = jnp.sum(lax.population_count(words).astype(I32), axis=1, dtype=I32)
-    of_rank = form(select_cpu.block_of_rank, select_cpu.block_of_rank, on_gpu=_block_of_rank)
+    of_rank = form(select_cpu.block_of_rank, on_gpu=_block_of_rank)
     block, start, total = of_rank(counts, capacity)
     rank = lax.iota(I32, capacity)
-    word, place, left = form(_word_of_rank, _word_of_rank, on_gpu=_word_of_rank_in_two)(words, block, rank - start)
+    word, place, left = form(_word_of_rank, on_gpu=_word_of_rank_in_two)(words, block, rank - start)
     index = 32 * place + _bit_of_rank(word, left)
     return jnp.where(rank < total, index, size), total
 
@@ -274,7 +274,7 @@ def marked_above(x: Array, threshold: Array) -> tuple[Array, Array]:
 
 def count_above(x: Array, threshold: Array) -> Array:
     """Number of finite entries with |x| > threshold, i32[]."""
-    return form(_count_above, lambda x, threshold: marked_above(x, threshold)[1])(x, threshold)
+    return form(_count_above, on_cpu=lambda x, threshold: marked_above(x, threshold)[1])(x, threshold)
 
 
 def _count_above(x: Array, threshold: Array) -> Array:
@@ -295,7 +295,7 @@ def excess_above(
         power: 1 or 2.
     """
     zero = jnp.zeros((), threshold.dtype)
-    apart = form(lambda args: args, lax.optimization_barrier)  # elsewhere passes become one where they can
+    apart = form(lambda args: args, on_cpu=lax.optimization_barrier)  # elsewhere passes become one where they can
     x, threshold, scale, zero, after = apart((x, threshold, scale, zero, after))
     a = magnitude(x)
     if scale is not None:
@@ -315,7 +315,7 @@ def first_bits(words: Array, count: Array) -> Array:
     >>> print(first_bits(jnp.array([0b1101, 0b11], jnp.uint32), 2))
     [5 0]
     """
-    return form(_first_bits, select_cpu.first_bits)(words, count)
+    return form(_first_bits, on_cpu=select_cpu.first_bits)(words, count)
 
 
 @jax.jit
@@ -473,9 +473,9 @@ def largest(x: Array, count: Array | int, capacity: int) -> Array:
     sampled = max(1, round(SAMPLED * d / max(capacity, SAMPLED)))
     stride = max(1, d // sampled) | 1
     sample = magnitude(finite(every(x, stride)))
-    # Aim for a quarter more than the capacity: three standard deviations from either end.
+    # Aim for a quarter more than `count`: over two standard deviations from too few, and from too many.
     rank = jnp.clip(jnp.asarray(count, jnp.float32) * 1.25 / stride, 0, sample.shape[0] - 1).astype(I32)
-    threshold = form(_near_rank, select_cpu.of_rank)(sample, rank, math.ceil(capacity * 1.25 / stride))
+    threshold = form(_near_rank, on_cpu=select_cpu.of_rank)(sample, rank, math.ceil(capacity * 1.25 / stride))
     words = top_set(x, threshold, count, most, enough=count)
     return _exact_of(words, x, count, most, capacity)
 
@@ -487,7 +487,7 @@ def _exact_set(x: Array, count: Array | int) -> Array:
     `top_set` would be.
     """
     bits, count = _bits_of(magnitude(x)), jnp.asarray(count, I32)
-    threshold = form(_reached_by, select_cpu.reached_by)(bits, count)
+    threshold = form(_reached_by, on_cpu=select_cpu.reached_by)(bits, count)
     above = mask_words(bits > threshold)
     ties = mask_words((bits == threshold) & (threshold > 0))
     return above | first_bits(ties, count - count_words(above))

@@ -58,7 +58,7 @@ def error_feedback(
     check_contracts("error_feedback", compressor)
     if not 0 <= decay <= 1:
         raise ValueError(f"error_feedback: decay must be in [0, 1]; got {decay}")
-    added = decayed_sum(decay)
+    add = decayed_sum(decay)
 
     def init(here, like):
         like = wide_like(like)
@@ -66,7 +66,7 @@ def error_feedback(
         return ErrorFeedbackState(zeros_like(like), here.start(like))
 
     def update(here, grads, state):
-        message = accumulated(added, state.memory, grads)
+        message = accumulated(add, state.memory, grads)
         sent = yield here.mean(message, state.compressor)
         direction = sent.direction if read_by is None else sent.read_by(each_of(read_by, here.groups))[0]
         return direction, ErrorFeedbackState(sent.residual, sent.states)
@@ -82,8 +82,9 @@ def check_contracts(
     spec = check_compressor(name, compressor)
     if spec.alpha is None:
         unbiased = f"It is unbiased: take direct({spec.name}), or wrap it: contract({spec.name})"
-        cure = unbiased if spec.omega is not None else "Its alpha is not known."
-        raise ValueError(f"{name} needs a contraction; {spec.name} is not one. {spec.remedy or cure}")
+        if spec.omega is None and spec.remedy is None:
+            raise ValueError(f"{name} needs a contraction; alpha of {spec.name} is not known. Say it: Spec(alpha=...)")
+        raise ValueError(f"{name} needs a contraction; {spec.name} is not one. {spec.remedy or unbiased}")
     alpha = alpha_of(each, like)
     if not alpha > 0:
         shapes = [leaf.shape for leaf in like]

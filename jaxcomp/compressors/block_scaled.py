@@ -241,7 +241,8 @@ def _ends_of(signed: bool) -> Callable[[Array], tuple[Array, Array]]:
 
     signed: whether more is asked than the larger one of both, for which the largest magnitude serves twice.
     """
-    both = form(_both_ends, _ends_on_cpu, _pairs_of_ends) if signed else form(_magnitudes, _ends_on_cpu)
+    portable, on_gpu = (_both_ends, _pairs_of_ends) if signed else (_magnitudes, None)
+    both = form(portable, on_cpu=_ends_on_cpu, on_gpu=on_gpu)
 
     def ends(rows: Array) -> tuple[Array, Array]:
         most, least = both(rows)

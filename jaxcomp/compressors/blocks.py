@@ -150,4 +150,4 @@ def add_worth(
         return total + weighted(value(codes, each).astype(total.dtype), weight)
 
     apart, messages = isinstance(places, Lanes), (words, each, weights)
-    return fold_in_one_pass(add, reshaped(total, shape), messages, least=1, apart=apart).reshape(-1)
+    return fold_in_one_pass(add, reshaped(total, shape), messages, least=1, one_at_a_time=apart).reshape(-1)

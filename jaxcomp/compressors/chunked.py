@@ -111,7 +111,7 @@ def chunked(compressor: Compressor, size: int) -> Compressor:
             selects=True,
             layout=Layout(multiple=int(size) if size <= FILLED else 1),
         ),
-        apart_from=2**31,
+        by_row_from=2**31,
     )
 
 

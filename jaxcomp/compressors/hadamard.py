@@ -153,7 +153,7 @@ def _hadamard(rows: Array, forward: bool) -> Array:
     """[m, B] -> [m, B]: the product with all factors. Backward is the inverse of forward."""
     count, block = rows.shape
     factors = _factors(block)
-    times = form(_times, _times_in_f32)
+    times = form(_times, on_cpu=_times_in_f32)
     if forward:
         for place, f in enumerate(reversed(factors)):
             rows = times(rows.reshape(count, block // f, f), f)

@@ -85,7 +85,7 @@ def signed_splits(ordered: Array, n: Array, buckets: int, groups: int, power: fl
         def place_of(zero):
             part = lambda i, q: i.astype(ends.dtype) / jnp.maximum(q, 1).astype(ends.dtype)
             goal = jnp.where(j < zero, left * part(j, zero), left + (total - left) * part(j - zero, buckets - zero))
-            at_once = form(lambda: k <= MOST_COMPARED, lambda: False)()
+            at_once = form(lambda: k <= MOST_COMPARED, on_cpu=lambda: False)()
             place = jnp.searchsorted(ends - weights / 2, goal, method="compare_all" if at_once else "scan").astype(I32)
             return jnp.where(j < zero, jnp.minimum(place, below), jnp.clip(place, below, n))
 

@@ -326,7 +326,7 @@ def _dithering(
 
         units_of = lambda norms: steps.unit(shared, cut, norms, outside)
         messages = payloads.words, jax.vmap(units_of)(payloads.norms.astype(jnp.float32)), weights
-        return fold_in_one_pass(add, reshaped(total, places.whole), messages, least=1, apart=whole).reshape(-1)
+        return fold_in_one_pass(add, reshaped(total, places.whole), messages, least=1, one_at_a_time=whole).reshape(-1)
 
     return on_vectors(
         init=init,

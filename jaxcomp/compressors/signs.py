@@ -231,7 +231,7 @@ def _by_block(x: Array, cut: Blocks, function: Any) -> Array:
 
 def _mean_magnitude(rows: Array) -> Array:
     """Mean of |x| of each row, with zeros for what is not finite, even where sums are too large for the dtype."""
-    return form(_mean_or_scaled, _mean_or_scaled, _mean_in_two_scales)(rows)
+    return form(_mean_or_scaled, on_gpu=_mean_in_two_scales)(rows)
 
 
 def _mean_in_two_scales(rows: Array) -> Array:

@@ -84,9 +84,9 @@ def top_k(ratio: Ratio | None = None, *, k: int | None = None, peak: float | Non
         d = x.shape[0]
         if d == 0:
             return Sparse(x, jnp.zeros((0,), jnp.int32)), state.local
-        most = target.peak(d)
-        count = target.of(d, target.round_of(state.shared))[0] if target.scheduled else most
-        positions = largest_indices(x, count, most)
+        capacity = target.peak(d)
+        count = target.of(d, target.round_of(state.shared))[0] if target.scheduled else capacity
+        positions = largest_indices(x, count, capacity)
         return Sparse(take(x, positions), positions), state.local
 
     return on_vectors(
@@ -101,5 +101,5 @@ def top_k(ratio: Ratio | None = None, *, k: int | None = None, peak: float | Non
             linear=False,
             selects=True,
         ),
-        apart_from=UNSORTED_FROM,
+        by_row_from=UNSORTED_FROM,
     )

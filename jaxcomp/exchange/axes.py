@@ -32,13 +32,13 @@ __all__ = [
     "known_equal",
     "local_rows",
     "on_equal_types",
-    "only_row",
     "proven_equal",
     "types_tell",
     "unknown_axes",
     "varying",
     "varying_axes",
-    "with_rows",
+    "with_worker_axis",
+    "without_worker_axis",
     "workers_here",
 ]
 
@@ -83,7 +83,8 @@ def axis_index(axis: Axis) -> Array:
 
 
 def local_rows(axis: Axis) -> int:
-    """Leading axis of local arrays: n where we stand outside and the ambient mesh says what n is."""
+    """Length of the leading axis of local arrays: n outside of the mapped function, where the mesh in force says what n
+    is; else 1."""
     if is_bound(axis):
         return 1
     sizes = jax.sharding.get_abstract_mesh().shape
@@ -91,15 +92,15 @@ def local_rows(axis: Axis) -> int:
     return math.prod(sizes[name] for name in names) if all(name in sizes for name in names) else 1
 
 
-def with_rows(tree: Any, axis: Axis) -> Any:
+def with_worker_axis(tree: Any, axis: Axis) -> Any:
     """Arrays on a leading axis of workers, as often as there are rows here, typed as differing over `axis`."""
     rows, (leaves, structure) = local_rows(axis), jax.tree.flatten(tree)
     tiled = [jnp.tile(jnp.asarray(x)[None], (rows,) + (1,) * jnp.ndim(x)) for x in leaves]
     return varying(structure.unflatten(tiled), axis)
 
 
-def only_row(name: str, tree: Any, axis: Axis, what: str = "state") -> Any:
-    """Inverse of `with_rows` at one worker.
+def without_worker_axis(name: str, tree: Any, axis: Axis, what: str = "state") -> Any:
+    """Inverse of `with_worker_axis` at one worker.
 
     Raises:
         ValueError: there are several rows, or none; named after the function `name` and after `what` they belong to.
@@ -125,7 +126,7 @@ def varying(tree: Any, axis: Axis) -> Any:
 
     def mark(x):
         x = jnp.asarray(x)
-        missing = tuple(name for name in names if name not in _varying_axes(x))
+        missing = tuple(name for name in names if name not in _axes_in_type(x))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(mark, tree)
@@ -133,7 +134,7 @@ def varying(tree: Any, axis: Axis) -> Any:
 
 def types_tell(axis: Axis) -> bool:
     """Whether types say what is equal on all workers: inside `shard_map` with its default check_vma=True."""
-    return is_manual(axis) and set(axis_names(axis)) <= _varying_axes(varying(jnp.zeros(()), axis))
+    return is_manual(axis) and set(axis_names(axis)) <= _axes_in_type(varying(jnp.zeros(()), axis))
 
 
 def known_equal(tree: Any, axis: Axis) -> list[str]:
@@ -142,7 +143,7 @@ def known_equal(tree: Any, axis: Axis) -> list[str]:
         return []
     names = set(axis_names(axis))
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [jax.tree_util.keystr(path) for path, x in leaves if not names & _varying_axes(jnp.asarray(x))]
+    return [jax.tree_util.keystr(path) for path, x in leaves if not names & _axes_in_type(jnp.asarray(x))]
 
 
 def unknown_axes(tree: Any, axis: Axis, named: tuple[str, ...]) -> tuple[list[str], list[str]]:
@@ -154,7 +155,7 @@ def unknown_axes(tree: Any, axis: Axis, named: tuple[str, ...]) -> tuple[list[st
     if not is_manual(axis):
         return [], []
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
-    differ = {name for x in leaves for name in _varying_axes(x)} - set(named)
+    differ = {name for x in leaves for name in _axes_in_type(x)} - set(named)
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     open_ = [name for name in mesh.axis_names if name not in manual and mesh.shape[name] > 1]
     specs = [str(jax.typeof(x).sharding.spec) for x in leaves]
@@ -164,11 +165,10 @@ def unknown_axes(tree: Any, axis: Axis, named: tuple[str, ...]) -> tuple[list[st
 
 def varying_axes(tree: Any) -> tuple[str, ...]:
     """All mesh axes over which some array differs, as far as types tell."""
-    each = (jax.typeof(jnp.asarray(x)).manual_axis_type.varying for x in jax.tree.leaves(tree))
-    return tuple(sorted({name for varying in each for name in varying}))
+    return tuple(sorted({name for x in jax.tree.leaves(tree) for name in _axes_in_type(jnp.asarray(x))}))
 
 
-def _varying_axes(x: Array) -> frozenset:
+def _axes_in_type(x: Array) -> frozenset:
     return jax.typeof(x).manual_axis_type.varying
 
 

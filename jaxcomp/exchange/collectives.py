@@ -390,10 +390,6 @@ class Lane(NamedTuple):
         """Bytes of an entry."""
         return self.dtype.itemsize
 
-    @property
-    def starts(self) -> list[int]:
-        return [sum(self.sizes[:i]) for i in range(len(self.sizes))]
-
 
 def word_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
     """Lanes of unsigned words, for collectives that only move bits: one for each bucket and width of entries.

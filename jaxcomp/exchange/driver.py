@@ -1,7 +1,7 @@
 """One round of an algorithm at one worker: its state is opened, what it asks for is answered, its state is put away.
 
-An algorithm is a generator (`base.Algorithm`): it yields a message and is sent what came of it. The driver compresses
-the message, hands all payloads to the route at once, and makes of what arrived the means, when they are asked for.
+An algorithm is a generator (`base.Algorithm`): it yields requests and is sent their answers. The driver compresses a
+message, hands all payloads to the route at once, and makes of what arrived the means, when they are asked for.
 Every outer form (`compressed_mean`, `rounds`, `local_updates`) runs an `Exchange`, so that weights, routes and
 hierarchies are the same in all of them.
 """
@@ -60,11 +60,11 @@ from jaxcomp.exchange.axes import (
     known_equal,
     local_rows,
     on_equal_types,
-    only_row,
     types_tell,
     varying,
     varying_axes,
-    with_rows,
+    with_worker_axis,
+    without_worker_axis,
     workers_here,
 )
 from jaxcomp.exchange.collectives import summed
@@ -150,24 +150,24 @@ class Exchange(NamedTuple):
         chosen = "" if run.route is self.route else run.route.name
         options = self.options(groups) if jax.process_count() > 1 else ""
         check_inside(self.name, options, self.placement)
-        return off_device(local, shared, Description(self.placement.identity, groups, self.roles, chosen, options))
+        return closed(local, shared, Description(self.placement.identity, groups, self.roles, chosen, options))
 
-    def step(self, state: Any, given: Callable[[Groups], tuple[Any, list[Array]]]) -> tuple[Any, MeanState]:
+    def step(self, state: Any, arrays_of: Callable[[Groups], tuple[Any, list[Array]]]) -> tuple[Any, MeanState]:
         """One round.
 
         Args:
             state: of this device.
-            given: groups -> (what `Algorithm.update` takes for gradients, arrays whose non-finite entries count).
+            arrays_of: groups -> (what `Algorithm.update` takes for gradients, arrays whose non-finite entries count).
 
         Returns:
             What `Algorithm.update` returns, and the state after the round.
         """
-        made = state.about.route if self.route.name == "auto" and isinstance(state, MeanState) else ""
-        if made:
-            return self._replace(route=route_of(made)).step(state, given)
+        chosen = state.about.route if self.route.name == "auto" and isinstance(state, MeanState) else ""
+        if chosen:  # two shots, when the state was made
+            return self._replace(route=route_of(chosen)).step(state, arrays_of)
         workers, index = workers_here(self.name, self.placement)
         local, shared, groups = self._opened(state, workers)
-        grads, arrays = given(groups)
+        grads, arrays = arrays_of(groups)
         way = self._way(groups, workers, (arrays, local, shared))
         measured = shared.count % self.measure == 0 if self.measure else None
         round_ = Round(self._key(shared, index), groups.groups, self._compressors(groups), index, workers)
@@ -179,7 +179,7 @@ class Exchange(NamedTuple):
         local = MeanLocal(kept.local, turn.state.local, counts._replace(errors=errors))
         size = jnp.asarray(round_.size, jnp.int32)
         shared = MeanShared(shared.count + 1, shared.key, size, kept.shared, turn.state.shared)
-        return out, off_device(local, shared, state.about)
+        return out, closed(local, shared, state.about)
 
     def _opened(self, state: Any, workers: int) -> tuple[MeanLocal, MeanShared, Groups]:
         """Local and shared state of this device, without leading axes, and how it lays out trees.
@@ -201,8 +201,8 @@ class Exchange(NamedTuple):
                 " memory would be lost. Make the state, and its in_specs and out_specs, with jc.init_state, or with "
                 f"jc.state_specs(state, {place.workers!r})."
             )
-        shared = only_row(name, state.shared, None) if place.outer else state.shared
-        local, groups = only_row(name, state.local, place.every), state.about.groups
+        shared = without_worker_axis(name, state.shared, None) if place.outer else state.shared
+        local, groups = without_worker_axis(name, state.local, place.every), state.about.groups
         if groups.layout == self._layout(workers):
             return local, shared, groups
         here = self._groups(workers, groups.tree)
@@ -227,8 +227,8 @@ class Exchange(NamedTuple):
     def _taken(self, tree: Any, workers: int) -> "Exchange":
         """The exchange as a tree and so many workers take it: via="auto" may take two shots, in their layout."""
         two_shot, algorithm = ROUTES["two_shot"], self.algorithm
-        whole = algorithm.compressor is not None and not algorithm.parts and self.layout.bucket_bytes is None
-        if self.route.name != "auto" or workers < 3 or not whole or refusal(two_shot, algorithm) is not None:
+        as_one = algorithm.compressor is not None and not algorithm.parts and self.layout.bucket_bytes is None
+        if self.route.name != "auto" or workers < 3 or not as_one or refusal(two_shot, algorithm) is not None:
             return self
         other = self._replace(route=two_shot)
         try:
@@ -254,8 +254,8 @@ class Exchange(NamedTuple):
             key = jax.random.fold_in(key, axis_index(self.placement.outer))
         return jax.random.fold_in(key, index)
 
-    def _way(self, groups: Groups, workers: int, given: Any) -> Way:
-        """For the route. given: all that messages are made of."""
+    def _way(self, groups: Groups, workers: int, inputs: Any) -> Way:
+        """For the route. inputs: all arrays that messages are made of."""
         place = self.placement
         if self.shares is not None and len(self.shares) != workers:
             raise ValueError(f"{self.name}: {len(self.shares)} weights for {workers} workers on axis {place.workers!r}")
@@ -265,7 +265,7 @@ class Exchange(NamedTuple):
         if jax.config.jax_remove_size_one_mesh_axis_from_type:  # pyright: ignore[reportAttributeAccessIssue]
             axis = crossed(axis)
         if types_tell(axis):  # devices that hold the same share the work, also along axes that nobody named
-            known = (*place.names, *place.outer, *replicas, *varying_axes(given))
+            known = (*place.names, *place.outer, *replicas, *varying_axes(inputs))
             mesh = jax.sharding.get_abstract_mesh()
             replicas += tuple(name for name in mesh.manual_axes if name not in known and mesh.shape[name] > 1)
         rereads = self.algorithm.rereads
@@ -290,7 +290,8 @@ class _Turn:
     """Answers what an algorithm asks for in one round.
 
     Args:
-        exchange: see there. way: for the route. index: number of this worker. state: of the route, from the last round.
+        exchange: that runs the round. way: for the route. index: number of this worker. state: of the route, from the
+            last round.
         measured: whether the errors of messages are measured in this round; None if never.
     """
 
@@ -335,8 +336,8 @@ class _Turn:
             more = counted(parcel.payload, x, self.exchange.code)
             held, bits, entries = (a + b for a, b in zip((held, bits, entries), more, strict=True))
         count = counts_of(held, bits, entries, size, carried.sent_bytes, carried.route)
-        unsent = [left(*pair) for message in messages for pair in message.locals]
-        overflow, searches = (sum([x[i] for x in unsent], jnp.int32(0)) for i in (0, 1))
+        unsent, zero = [left(*pair) for message in messages for pair in message.locals], jnp.int32(0)
+        overflow, searches = sum([x.overflow for x in unsent], zero), sum([x.searches for x in unsent], zero)
         count = count._replace(overflow=overflow, searches=searches)
         if self.measured is not None:
             count = count._replace(errors=joint_errors([self._errors(message) for message in messages]))
@@ -409,7 +410,7 @@ class Message:
             parcels.append(Parcel(c, payload, state.shared, jax.ShapeDtypeStruct(x.shape, x.dtype), group.bucket))
             local.append((c, after))
         self.parcels, self.locals = tuple(parcels), tuple(local)
-        # Where the largest number of the direction is far below that of a memory: of gradients in f16.
+        # Gradients in f16: a direction is cut at 65504, where a memory in f32 is not.
         self.narrow = any(jnp.finfo(group.dtype).maxexp < 64 for group in request.groups)
 
     @functools.cached_property
@@ -488,18 +489,21 @@ class Message:
 
 
 def _with_lost(left: Array, mean: Array, group: Any) -> Array:
-    """Memory with what is cut off the direction at its largest number: the workers' mean of it is that much larger."""
+    """What was not sent, and what the direction loses where it is cut to the largest number of the gradient's dtype.
+
+    Every worker adds the same, so the mean of the memories grows by just that.
+    """
     limit = float(jnp.finfo(group.dtype).max)
     lost = mean - jnp.clip(mean, -limit, limit)
     return jnp.where(lost != 0, bounded(left + lost.astype(left.dtype)), left)
 
 
 def _encoded(request: Mean, mine: tuple[Any, ...]) -> tuple[list[Compressor], list[tuple[Any, Any]]]:
-    """The compressors, and what each makes of the message of its group: payload and local state.
+    """The compressors as they are run, and what each makes of the message of its group: payload and local state.
 
-    Where another group has the same shape they compress and add up by shared programs; not linear ones, whose
-    arithmetic is little and fused with what is before and after it. Those that code each entry by itself, without a
-    state, compress several at once (`rows_at_once`).
+    Groups of equal shape and compressor share one traced program, except for linear compressors, whose little
+    arithmetic XLA fuses with what is before and after it. Compressors that code each entry by itself, without a state,
+    compress several vectors at once (`rows_at_once`).
     """
     alike: dict[Any, list[int]] = {}
     for i, (c, x) in enumerate(zip(request.compressors, request.message, strict=True)):
@@ -534,8 +538,8 @@ def _stacks(request: Mean, numbers: list[int]) -> list[list[int]]:
 def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], sizes: tuple[int, ...] = ()) -> Any:
     """The mean of one group from what a route brought, on every worker alike.
 
-    add: `accumulate` of the compressor. sizes: of leaves to which it will be cut, if nothing else reads it: then a long
-    sum of sparse messages may be left unmade, and leaves may be decoded by themselves.
+    add: `accumulate` of the compressor as it is run. sizes: of leaves to which it will be cut, if nothing else reads
+    it: then a long sum of sparse messages may be left unmade, and leaves may be decoded by themselves.
     """
     compressor, like = parcel.compressor, jax.ShapeDtypeStruct(parcel.like.shape, wide(parcel.like.dtype))
     if arrived.mean is not None:
@@ -568,11 +572,11 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], s
 # How a state is kept: with leading axes
 
 
-def off_device(local: MeanLocal, shared: MeanShared, about: Description) -> MeanState:
-    """A state as it is kept: with leading axes."""
+def closed(local: MeanLocal, shared: MeanShared, about: Description) -> MeanState:
+    """Inverse of `Exchange._opened`: the state as it is kept, with leading axes."""
     place = about.placement
-    shared = with_rows(shared, place.outer) if place.outer else shared
-    return MeanState(with_rows(local, place.every), shared, about)
+    shared = with_worker_axis(shared, place.outer) if place.outer else shared
+    return MeanState(with_worker_axis(local, place.every), shared, about)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxcomp.exchange.axes import Placement, is_bound, only_row, with_rows
+from jaxcomp.exchange.axes import Placement, is_bound, with_worker_axis, without_worker_axis
 from jaxcomp.groups import Groups
 
 __all__ = [
@@ -202,7 +202,7 @@ def check_rows(name: str, state: MeanState) -> None:
 
 def own_off_device(local: Any, placement: Placement, roles: tuple) -> OwnState:
     """State that one worker keeps for itself, as it is kept: with a leading axis of workers."""
-    return OwnState(with_rows(local, placement.workers), placement.identity, roles)
+    return OwnState(with_worker_axis(local, placement.workers), placement.identity, roles)
 
 
 def own_at_device(name: str, own: OwnState, placement: Placement) -> Any:
@@ -214,4 +214,4 @@ def own_at_device(name: str, own: OwnState, placement: Placement) -> Any:
     if not is_own(own) or own.placement != placement.identity:
         got = own.placement if is_own(own) else type(own).__name__
         raise ValueError(f"{name}: expected a state of {placement.identity}; got {got}")
-    return only_row(name, own.local, placement.workers, "own")
+    return without_worker_axis(name, own.local, placement.workers, "own")

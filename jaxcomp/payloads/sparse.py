@@ -43,8 +43,18 @@ from jaxcomp.payloads.registry import (
     unpack_message,
 )
 from jaxcomp.payloads.sparse_records import Entries, Sparse
-from jaxcomp.payloads.words import Coded, Cursor, coded, from_words, joined, num_words, to_words, uncoded, uncoded_like
-from jaxcomp.payloads.words import whole as whole_array
+from jaxcomp.payloads.words import (
+    Coded,
+    Cursor,
+    coded,
+    from_words,
+    joined,
+    num_words,
+    to_words,
+    uncoded,
+    uncoded_like,
+    whole,
+)
 
 __all__ = ["Sparse"]
 
@@ -82,14 +92,12 @@ def _extent(payload: Sparse) -> tuple[Array, Entries]:
     place, last = xp.arange(capacity, dtype=xp.int32), indices[-1]
     padding = indices == last
     first = xp.min(xp.where(padding, place, capacity)).astype(xp.int32)
-    stop, whole = first + 1, xp.sum(padding, dtype=xp.int32) != capacity - first
-    spare: Array = True
-    if hasattr(values, "dtype"):
-        filled = _not_zero(values)
-        whole |= xp.max(xp.where(filled, place, -1)) > first
-        stop = xp.where(whole, capacity, stop)
-        spare = ~filled[stop - 1]
-    stop = xp.where(whole, capacity, stop)
+    in_full = xp.sum(padding, dtype=xp.int32) != capacity - first  # padding is not only at the end
+    filled = _not_zero(values) if hasattr(values, "dtype") else None
+    if filled is not None:
+        in_full |= xp.max(xp.where(filled, place, -1)) > first
+    stop = xp.where(in_full, capacity, first + 1)
+    spare = True if filled is None else ~filled[stop - 1]
     count = stop - xp.where(spare, 1, 0)
     sent = place < count
     rising = indices > xp.concatenate([xp.full((1,), -1, xp.int32), indices[:-1]])
@@ -182,20 +190,21 @@ def _key_room(size: int) -> int:
     return size + 1
 
 
-def _coded(capacity: int, blocks: int) -> bool:
+def _has_key_stream(capacity: int, blocks: int) -> bool:
+    """Whether words of such a message hold its indices as a key stream."""
     return 0 < capacity <= MAX_KEYS and BLOCK * blocks < 2**31
 
 
 def _pack(payload: Sparse) -> Coded:
     values, indices = payload = _bare(payload)
     local = isinstance(indices, LocalIndices)
-    if not _coded((indices.low if local else indices).shape[0], indices.counts.shape[0] if local else 0):
+    if not _has_key_stream((indices.low if local else indices).shape[0], indices.counts.shape[0] if local else 0):
         return uncoded(payload)
     _, entries = _extent(payload)
     indices, count, last, fits = entries
     head = jnp.stack([count, jnp.asarray(last, I32)]).astype(U32)
     words, bits = encode_keys(indices, count.reshape(1), num_words=_key_room(indices.shape[0]))
-    parts = [whole_array(head), coded(words, bits, fits)]
+    parts = [whole(head), coded(words, bits, fits)]
     if hasattr(values, "dtype"):
         used = -(-count * values.dtype.itemsize // 4)
         parts.append(Coded(to_words(values), used, jnp.asarray(True)))
@@ -208,7 +217,7 @@ def _unpack(cursor: Cursor, like: Sparse) -> Sparse:
     values, indices = _bare(like)
     local = isinstance(indices, LocalIndices)
     capacity = (indices.low if local else indices).shape[0]
-    if not _coded(capacity, indices.counts.shape[0] if local else 0):
+    if not _has_key_stream(capacity, indices.counts.shape[0] if local else 0):
         return uncoded_like(cursor, like)
     count, last = cursor.take(2).astype(I32)
     counts = count.reshape(1)

@@ -25,7 +25,7 @@ __all__ = [
     "taken",
 ]
 
-# In this order `Info.via` numbers them.
+# In this order `Info.route` numbers them.
 ROUTES |= {route.name: route for route in (SUM, GATHER, CONCAT, RING, RAGGED, LADDER, TWO_SHOT)}
 VIAS = ("auto", *ROUTES)
 NAMES = [*ROUTES, SCATTER.name]  # as a state numbers them; and of routes of the user's own, once they are given

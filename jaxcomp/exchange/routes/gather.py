@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxcomp.exchange.collectives import gathered
 from jaxcomp.exchange.links import Cost, Levels, Link, cost_of
-from jaxcomp.exchange.routes.route import Parcel, Way, cuts_of, gathering_route, lengths_of, payloads_of
+from jaxcomp.exchange.routes.route import Parcel, Way, cuts_of, gathering_route, lengths_of
 from jaxcomp.payloads.unequal import message_of
 
 __all__ = ["GATHER", "gather"]
@@ -20,10 +20,10 @@ PADDED = 1.1  # longest message / mean message from which on gathering is worth 
 
 def gather(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float]:
     """All payloads, by one collective for each lane."""
-    lengths = lengths_of(parcels)
+    payloads, lengths = tuple(parcel.payload for parcel in parcels), lengths_of(parcels)
     if lengths is not None:
-        _warn_of_padding(payloads_of(parcels), lengths, way.workers)
-    return gathered(payloads_of(parcels), way.axis, way.replicas, way.buckets_of(parcels), cuts_of(parcels))
+        _warn_of_padding(payloads, lengths, way.workers)
+    return gathered(payloads, way.axis, way.replicas, way.buckets_of(parcels), cuts_of(parcels))
 
 
 def _warn_of_padding(payloads: Any, lengths: Any, workers: int) -> None:

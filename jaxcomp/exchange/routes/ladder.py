@@ -25,7 +25,7 @@ from jax import lax
 
 from jaxcomp.exchange.axes import on_equal_types
 from jaxcomp.exchange.collectives import all_gather, all_max, gather_bytes, gathered
-from jaxcomp.exchange.routes.route import Parcel, Way, gathering_route, payloads_of
+from jaxcomp.exchange.routes.route import Parcel, Way, gathering_route
 from jaxcomp.groups import Layout
 from jaxcomp.payloads import Coded, decode_message, encode_message, lane_bytes
 from jaxcomp.payloads.registry import unpack_message
@@ -49,7 +49,7 @@ def rungs(words: int) -> tuple[int, ...]:
 
 def gather(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], Any]:
     """All payloads, as an all-gather would bring them, for the bytes of their codes."""
-    payloads, is_stack = payloads_of(parcels), [len(parcel.like.shape) > 1 for parcel in parcels]
+    payloads, is_stack = tuple(parcel.payload for parcel in parcels), [len(parcel.like.shape) > 1 for parcel in parcels]
     workers, axis = way.workers, way.axis
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), payloads)
     steps = rungs(lane_bytes(payloads) // 4)

@@ -56,7 +56,6 @@ __all__ = [
     "gathering_route",
     "held_by",
     "lengths_of",
-    "payloads_of",
     "sums",
     "taken",
 ]
@@ -94,7 +93,8 @@ class Way(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Weight of each message where messages are added, besides `weights`: 2^-k, at most 1/n; 1 where there are any.
+        """Factor on each message before it is added: the largest power of two that is at most 1/n; 1 where there are
+        `weights`, which add up to one.
 
         1/n comes in two parts, this one and that of `mean_of`. Products with it are exact, so that sums are the same
         bit for bit wherever they are compiled, and none overflows.
@@ -104,9 +104,9 @@ class Way(NamedTuple):
     def mean_of(self, total: Any) -> Any:
         """The mean, from a sum of such shares (an array or a `SparseSum`): times 2^k/n < 2, and saturated."""
         last = 1.0 if self.weights is not None else 1 / (self.workers * self.share)
-        if last == 1 or isinstance(total, SparseSum):  # which is saturated when it is made
-            return total if last == 1 else total * last
-        return bounded(total * last)
+        if last == 1:
+            return total
+        return total * last if isinstance(total, SparseSum) else bounded(total * last)  # the sum when it is made
 
     def buckets_of(self, parcels: "Sequence[Parcel]") -> list[int] | None:
         """The bucket of each array of the payloads; None where all share their collectives."""
@@ -146,7 +146,7 @@ class Carried(NamedTuple):
     """All that a route brought.
 
     arrived: of each parcel.
-    route: name of the route that was taken, one of ROUTES.
+    route: name of the route that was taken, one of ROUTES or of your own.
     sent_bytes: what a device sends, all hops included, mean over the workers. Traced for "ladder".
     state: of the route, for the next round.
     lane_bytes, code_bits: of further messages than those of the worker (a second compression).
@@ -209,11 +209,6 @@ def accepts_all(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
     return None
 
 
-def payloads_of(parcels: Sequence[Parcel]) -> tuple[Any, ...]:
-    """The payload of each parcel."""
-    return tuple(parcel.payload for parcel in parcels)
-
-
 def lengths_of(parcels: Sequence[Parcel]) -> tuple[Any, ...] | None:
     """How much of each payload is padding (`base.lengths`); None where all are equally long on all workers."""
     each = tuple(lengths(parcel.compressor, parcel.like) for parcel in parcels)
@@ -240,7 +235,7 @@ def cuts_of(parcels: Sequence[Parcel]) -> list[int]:
 
 def gathered_by(gather: Gather | None, parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float | Array]:
     """All payloads, by `gather`; where nothing crosses, without it."""
-    payloads = payloads_of(parcels)
+    payloads = tuple(parcel.payload for parcel in parcels)
     if way.workers == 1 or lane_bytes(payloads) == 0 or gather is None:
         return all_gather(payloads, way.axis), 0.0
     return gather(parcels, way)
@@ -263,7 +258,7 @@ def gathering_route(
 
 
 # ------------------------------------------------------------------------------------------------
-# via="auto": what each way costs
+# via="auto", from here on: what each way costs
 
 
 def costs(lengths: tuple[int, ...], capacity: int, link: Link | Levels = DEFAULT) -> dict[str, Cost]:
@@ -373,7 +368,7 @@ def _dense(like: Any) -> int:
 # In each round: by which way
 
 
-def carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carried:
+def carry_auto(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carried:
     """Carries what is linear, or decoded, in one sum, all else in one gathering (see `Route.carry`)."""
     del key
     how = [_how(parcel, way) for parcel in parcels]
@@ -387,7 +382,7 @@ def carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carrie
         totals, sent_bytes = sums(added, way)
     payloads, more_bytes = (), 0.0
     with jax.named_scope(str(name)):
-        if gather and name == "gather":  # without a warning of padding: it was chosen
+        if gather and name == "gather":  # not by `GATHER.gather`, which warns of padding: here that was weighed
             payloads = tuple(parcel.payload for parcel in gather)
             buckets, cuts = way.buckets_of(gather), cuts_of(gather)
             payloads, more_bytes = gathered(payloads, way.axis, way.replicas, buckets, cuts)
@@ -417,10 +412,10 @@ def _how(parcel: Parcel, way: Way) -> str:
 
 def _gathering(parcels: Sequence[Parcel], way: Way) -> str | None:
     """Name of the route that brings messages to all; None where a sum of f32 sends less than each or is faster."""
-    known = [lengths(parcel.compressor, parcel.like) for parcel in parcels]
-    if way.workers == 1 or all(limit is None for limit in known):
+    known = lengths_of(parcels)
+    if way.workers == 1 or known is None:
         return "gather"
-    message = message_of(tuple(parcel.payload for parcel in parcels), tuple(known), way.workers)
+    message = message_of(tuple(parcel.payload for parcel in parcels), known, way.workers)
     dense = cost_of("all_reduce", sum(_dense(parcel.like) for parcel in parcels), way.workers, way.link)
     most = ANY if way.rereads else dense
     return fastest(message.lengths, message.capacity, way.link, most)
@@ -433,4 +428,4 @@ def _decoded(parcel: Parcel, way: Way) -> Parcel:
     return parcel._replace(payload=compressor.decompress(parcel.payload, mine, like))
 
 
-AUTO = Route("auto", carry, accepts_all)
+AUTO = Route("auto", carry_auto, accepts_all)

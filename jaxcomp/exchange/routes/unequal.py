@@ -15,7 +15,7 @@ from jax import lax
 from jaxcomp.exchange.axes import Axis, axis_index, proven_equal, varying, varying_axes
 from jaxcomp.exchange.collectives import gathered
 from jaxcomp.exchange.links import Cost, Levels, Link
-from jaxcomp.exchange.routes.route import Gather, Parcel, Way, lengths_of, payloads_of
+from jaxcomp.exchange.routes.route import Gather, Parcel, Way, lengths_of
 from jaxcomp.payloads import from_words, to_words
 from jaxcomp.payloads.unequal import Message, message_of
 
@@ -30,7 +30,7 @@ def gather_by(
     """`Gather` from a function that brings a message to all workers, and its cost."""
 
     def gather(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float]:
-        payloads = payloads_of(parcels)
+        payloads = tuple(parcel.payload for parcel in parcels)
         message = message_of(payloads, lengths_of(parcels), way.workers)
         if max(message.lengths) == 0:
             return gathered(payloads, way.axis)
