@@ -67,9 +67,10 @@ def exchange_of(
             raise ValueError(f"{name}: bucket_bytes must be {needs}; got {bucket_bytes!r}")
         if algorithm.parts:
             raise ValueError(f"{name}: bucket_bytes does not go with by_path, whose parts share their collectives")
-        if via not in ("auto", "sum", "gather"):
+        if route.name not in ("auto", "sum", "gather") and (route.name in VIAS or route.gather is None):
             why = "the other routes send one message, cut or coded as a whole, and wait for the whole gradient"
-            raise ValueError(f'{name}: bucket_bytes goes with via="auto", "sum" and "gather"; got {via!r}: {why}')
+            ways = 'via="auto", "sum", "gather", and routes of your own that gather'
+            raise ValueError(f"{name}: bucket_bytes goes with {ways}; got {route.name!r}: {why}")
         layout = layout.in_buckets(int(buckets.size), buckets.order)
     shares = None if weights is None else shares_of(name, weights)
     if not isinstance(root, Tracer):  # words on the host are of no mesh: a state may be made on any

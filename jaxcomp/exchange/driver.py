@@ -489,7 +489,7 @@ class Message:
 
 
 def _with_lost(left: Array, mean: Array, group: Any) -> Array:
-    """What was not sent, and what the direction loses where it is cut to the largest number of the gradient's dtype.
+    """Memory of what was not sent, and of what the direction loses where it is cut to the largest number of its dtype.
 
     Every worker adds the same, so the mean of the memories grows by just that.
     """

@@ -6,8 +6,8 @@ dispatch on these types (`registry`), never on the compressor. A field `values` 
 `compose` nests them.
 
 Three measures of the size of a payload, never mixed. `lane_bytes`: what a collective moves, from the shapes alone,
-exact. `code_bits`: what the best code we have for this payload needs, from its content. Wire bytes are the third:
-len(wire.encode(payload)) = code_bits / 8, rounded up to whole bytes in each array, plus the frame.
+exact. `code_bits`: what the code that is asked for needs ("fixed" by default), from its content. Wire bytes are the
+third: len(wire.encode(payload)) = code_bits / 8, rounded up to whole bytes in each array, plus the frame.
 """
 
 from jaxcomp.payloads.chunks import Chunks

@@ -49,7 +49,7 @@ Array = jax.Array
 Transformation = optax.GradientTransformationExtraArgs
 
 
-MISSING: Any = object()  # an axis that was forgotten, which None is not
+MISSING: Any = object()  # no axis was given; None is for a single worker
 
 
 def compressed_mean(
@@ -180,21 +180,20 @@ def means_over(
         along: the dimensions of leaves that are cut over the workers themselves. part: that of `by_path`.
         """
         if along is not None:
-            own = levels if part is None else {axis: each.parts[part] for axis, each in levels.items()}
-            return _scattered(name, own, shards, replicas, along, root, options)
+            of_part = levels if part is None else {axis: each.parts[part] for axis, each in levels.items()}
+            return _scattered(name, of_part, shards, replicas, along, root, options)
         parts = []
         for i, (axis, algorithm) in enumerate(levels.items()):
             earlier = tuple(each for group in names[:i] for each in group)
             placement = Placement(axis, tuple(names[i + 1 :]), shards, earlier + replicas, partial)
-            own = jax.random.fold_in(root, i) if len(levels) > 1 else root
+            key = jax.random.fold_in(root, i) if len(levels) > 1 else root
             if i in numbers:
-                parts.append(_mean(name, algorithm, placement, via, own, options))
+                parts.append(_mean(name, algorithm, placement, via, key, options))
         return parts[0] if len(parts) == 1 else optax.chain(*parts)
 
     if sharded is None or isinstance(sharded, str) or _are_names(sharded):
         return mean_of(axis_names(sharded), (), root)
-    (last,) = list(levels.values())[-1:]
-    return _by_shards(sharded, mean_of, axes, root, last)
+    return _by_shards(sharded, mean_of, axes, root, list(levels.values())[-1])
 
 
 def check_levels(levels: dict[Any, Any], names: list[tuple[str, ...]], sharded: Any, partial: bool) -> None:
@@ -244,11 +243,11 @@ def _mean(
         del params, extra
         check_gradients(grads, placement)
 
-        def given(groups):
+        def arrays_of(groups):
             with jax.named_scope("jc_layout"):
                 return split(groups, grads, pieces=run.algorithm.pieces), jax.tree.leaves(grads)
 
-        direction, after = run.step(state, given)
+        direction, after = run.step(state, arrays_of)
         with jax.named_scope("jc_layout"):
             return join(after.about.groups, direction, grads), after
 
@@ -297,22 +296,21 @@ def _by_shards(
     part_of: list[int | None] = [None] * len(cut)
     if isinstance(algorithm, Algorithm) and algorithm.parts:
         patterns = [pattern for pattern, _ in algorithm.layout.parts]
-        for part, own in enumerate(
-            numbers_by_path("by_path", patterns, jax.tree.unflatten(structure, range(len(cut))))
-        ):
-            for i in own:
+        found = numbers_by_path("by_path", patterns, jax.tree.unflatten(structure, range(len(cut))))
+        for part, members in enumerate(found):
+            for i in members:
                 part_of[i] = part if dimensions[i] is not None else None
     places = list(zip(cut, part_of, strict=True))
     groups = sorted(set(places), key=lambda place: (place[0], -1 if place[1] is None else place[1]))
     rest = lambda group: tuple(name for name in everything if name not in (*group, *axes))
-    own = lambda group: tuple(name for name in group if name not in axes)
+    shard_axes = lambda group: tuple(name for name in group if name not in axes)
     numbers = [tuple(i for i, each in enumerate(places) if each == group) for group in groups]
 
     def made(i: int, there: frozenset[int]) -> Transformation:
         """Finds along which dimension each leaf of a group is cut that is there."""
         group, part = groups[i]
         along = tuple(dimensions[j] for j in numbers[i] if j in there and dimensions[j] is not None)
-        return mean_of(own(group), rest(group), jax.random.fold_in(root, i), along or None, part)
+        return mean_of(shard_axes(group), rest(group), jax.random.fold_in(root, i), along or None, part)
 
     def means_of(there: frozenset[int]) -> list[Transformation]:
         return [made(i, there) for i in range(len(groups))]
@@ -325,8 +323,8 @@ def _by_shards(
         leaves, here = jax.tree.flatten(tree, masked)
         if not same_leaves(tree, jax.tree.unflatten(structure, range(len(cut)))):
             raise ValueError(f"compressed_mean: gradients have the structure {here}, sharded= has {structure}")
-        only = lambda own: [x if i in own else optax.MaskedNode() for i, x in enumerate(leaves)]
-        return [jax.tree.unflatten(here, only(set(own))) for own in numbers]
+        only = lambda members: [x if i in members else optax.MaskedNode() for i, x in enumerate(leaves)]
+        return [jax.tree.unflatten(here, only(set(members))) for members in numbers]
 
     def means_for(tree):
         nodes = jax.tree.leaves(tree, is_leaf=masked)
@@ -347,11 +345,11 @@ def _by_shards(
             check_own(grads, axis)
         leaves, here = jax.tree.flatten(grads, masked)
         after = []
-        for mean, part, own, old in zip(means_for(grads), parted(grads), numbers, state, strict=True):
+        for mean, part, members, old in zip(means_for(grads), parted(grads), numbers, state, strict=True):
             direction, new = mean.update(part, old) if jax.tree.leaves(part) else (part, old)
             after.append(new)
             given = jax.tree.leaves(direction, is_leaf=masked)
-            for i in own:
+            for i in members:
                 leaves[i] = given[i]
         return jax.tree.unflatten(here, leaves), tuple(after)
 
