@@ -11,6 +11,9 @@ from jax.sharding import PartitionSpec as P
 from variants import variants
 
 import jaxcomp as jc
+from jaxcomp.exchange import binding, driver
+from jaxcomp.exchange.collectives import gathered
+from jaxcomp.exchange.routes.route import ROUTES, gathering_route
 from jaxcomp.groups import Layout, groups_of
 
 PARAMS = {"b": jnp.zeros(6), "v": jnp.zeros((64, 32)), "w": jnp.zeros((40, 30))}
@@ -349,6 +352,21 @@ def test_buckets_change_collectives_and_nothing_else(name, seed):
         assert len(ops[1]) > len(ops[0])
 
 
+def test_a_gathering_route_of_ones_own_has_buckets(monkeypatch):
+    names, carried = [*driver.NAMES], []
+    for module in (binding, driver):
+        monkeypatch.setattr(module, "NAMES", names)
+
+    def plain(parcels, way):
+        carried.append(way.buckets_of(parcels))
+        return gathered(tuple(parcel.payload for parcel in parcels), way.axis, way.replicas, carried[-1])
+
+    tx = jc.compressed_mean(BUCKETED["top_k"], "data", via=gathering_route("plain", plain), bucket_bytes=1)
+    rows = jax.tree.map(lambda p: jax.ShapeDtypeStruct((4, *p.shape), p.dtype), PARAMS)
+    jax.eval_shape(jax.vmap(lambda g: tx.update(g, tx.init(PARAMS))[0], axis_name="data"), rows)
+    assert len(set(carried[-1])) == 3  # of two large leaves, and of the small one
+
+
 def test_bucket_sizes_are_checked():
     with pytest.raises(ValueError, match=r"bucket_bytes must be an integer of at least 1, or what .* makes; got 0"):
         jc.compressed_mean(DENSE, "data", bucket_bytes=0)
@@ -357,6 +375,9 @@ def test_bucket_sizes_are_checked():
     jc.compressed_mean(DENSE, "data", bucket_bytes=np.int64(10))
     with pytest.raises(ValueError, match='bucket_bytes goes with via="auto"'):
         jc.compressed_mean(TOP, "data", via="ladder", bucket_bytes=10)
+    added = ROUTES["sum"]._replace(name="added")  # which gathers nothing
+    with pytest.raises(ValueError, match="of your own that gather; got 'added'"):
+        jc.compressed_mean(DENSE, "data", via=added, bucket_bytes=10)
 
 
 def test_an_axis_that_the_mesh_has_not_is_named():
