@@ -206,6 +206,71 @@ class Choice(NamedTuple):
         return AS_IT_IS if group.small else self.stack if group.is_stack else self.vector
 
 
+# ------------------------------------------------------------------------------------------------
+# In, and out
+
+
+def split(groups: Groups, tree: Any, *, pieces: bool | tuple[bool, ...] = False) -> tuple[Any, ...]:
+    """The arrays of a tree, in its own dtypes.
+
+    Args:
+        pieces: groups of several leaves are not joined, but stay `backend.Pieces`; for each part of `by_path`.
+
+    Raises:
+        ValueError: the tree is another one than was laid out; names the leaf whose shape differs.
+    """
+    check_fits(groups, tree)
+    leaves = jax.tree.leaves(tree)
+
+    arrays = []
+    for group in groups.groups:
+        own: Any = Pieces(tuple(jnp.reshape(leaves[i], (leaves[i].size,)) for i in group.leaves))
+        unjoined = pieces[group.part] if isinstance(pieces, tuple) else pieces
+        if not unjoined or len(own.leaves) == 1 or group.small:
+            own = joined(own, jax.ShapeDtypeStruct(group.shape, _common(leaf.dtype for leaf in own.leaves)))
+        arrays.append(own)
+    return tuple(arrays)
+
+
+def check_fits(groups: Groups, tree: Any) -> None:
+    """Raises ValueError unless the tree is the one that was laid out."""
+    got = like_of(tree)
+    if jax.tree.structure(got) != groups.structure and not same_leaves(got, groups.tree):
+        raise ValueError(
+            f"the state was made for another tree than these gradients: expected {groups.structure}, got "
+            f"{jax.tree.structure(got)}"
+        )
+    for (path, leaf), shape in zip(jax.tree_util.tree_leaves_with_path(got), groups.shapes, strict=True):
+        if leaf.shape != shape:
+            where = jax.tree_util.keystr(path)
+            raise ValueError(f"gradients{where} have shape {leaf.shape}; the state was made for {shape}")
+
+
+def join(groups: Groups, arrays: tuple[Any, ...], like: Any = None) -> Any:
+    """Inverse of `split`; an array may be a `backend.SparseSum` or `backend.Pieces`.
+
+    What is too large for a leaf is its largest number.
+
+    like: tree whose dtypes and containers the leaves get; None: those that were laid out.
+    """
+    like = groups.tree if like is None else like_of(like)
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(like)]
+    leaves: list[Any] = [None] * len(groups.shapes)
+    for group, array in zip(groups.groups, arrays, strict=True):
+        if isinstance(array, Pieces):
+            pieces = array.leaves
+        else:
+            pieces = cut_apart(array if isinstance(array, SparseSum) else array.reshape(-1), group.sizes)
+        for i, piece in zip(group.leaves, pieces, strict=True):
+            leaf = lax.reshape(piece, groups.shapes[i])
+            leaves[i] = leaf if leaf.dtype == dtypes[i] else bounded(leaf, dtypes[i])
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+# ------------------------------------------------------------------------------------------------
+# How a tree is laid out, once
+
+
 def groups_of(layout: Layout, tree: Any) -> Groups:
     """Lays out a tree of arrays or of their shapes.
 
@@ -352,64 +417,3 @@ def _buckets(large: list[int], leaves: dict[int, Any], layout: Layout, paths: li
         numbers[i] = number
         held += leaves[i].size * leaves[i].dtype.itemsize
     return numbers
-
-
-# ------------------------------------------------------------------------------------------------
-# In, and out
-
-
-def split(groups: Groups, tree: Any, *, pieces: bool | tuple[bool, ...] = False) -> tuple[Any, ...]:
-    """The arrays of a tree, in its own dtypes.
-
-    Args:
-        pieces: groups of several leaves are not joined, but stay `backend.Pieces`; for each part of `by_path`.
-
-    Raises:
-        ValueError: the tree is another one than was laid out; names the leaf whose shape differs.
-    """
-    check_fits(groups, tree)
-    leaves = jax.tree.leaves(tree)
-
-    arrays = []
-    for group in groups.groups:
-        own: Any = Pieces(tuple(jnp.reshape(leaves[i], (leaves[i].size,)) for i in group.leaves))
-        unjoined = pieces[group.part] if isinstance(pieces, tuple) else pieces
-        if not unjoined or len(own.leaves) == 1 or group.small:
-            own = joined(own, jax.ShapeDtypeStruct(group.shape, _common(leaf.dtype for leaf in own.leaves)))
-        arrays.append(own)
-    return tuple(arrays)
-
-
-def check_fits(groups: Groups, tree: Any) -> None:
-    """Raises ValueError unless the tree is the one that was laid out."""
-    got = like_of(tree)
-    if jax.tree.structure(got) != groups.structure and not same_leaves(got, groups.tree):
-        raise ValueError(
-            f"the state was made for another tree than these gradients: expected {groups.structure}, got "
-            f"{jax.tree.structure(got)}"
-        )
-    for (path, leaf), shape in zip(jax.tree_util.tree_leaves_with_path(got), groups.shapes, strict=True):
-        if leaf.shape != shape:
-            where = jax.tree_util.keystr(path)
-            raise ValueError(f"gradients{where} have shape {leaf.shape}; the state was made for {shape}")
-
-
-def join(groups: Groups, arrays: tuple[Any, ...], like: Any = None) -> Any:
-    """Inverse of `split`; an array may be a `backend.SparseSum` or `backend.Pieces`.
-
-    What is too large for a leaf is its largest number.
-
-    like: tree whose dtypes and containers the leaves get; None: those that were laid out.
-    """
-    like = groups.tree if like is None else like_of(like)
-    dtypes = [leaf.dtype for leaf in jax.tree.leaves(like)]
-    leaves: list[Any] = [None] * len(groups.shapes)
-    for group, array in zip(groups.groups, arrays, strict=True):
-        if isinstance(array, Pieces):
-            pieces = array.leaves
-        else:
-            pieces = cut_apart(array if isinstance(array, SparseSum) else array.reshape(-1), group.sizes)
-        for i, piece in zip(group.leaves, pieces, strict=True):
-            leaf = lax.reshape(piece, groups.shapes[i])
-            leaves[i] = leaf if leaf.dtype == dtypes[i] else bounded(leaf, dtypes[i])
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)

@@ -214,15 +214,46 @@ class Exchange(NamedTuple):
             )
         return local, shared, groups
 
-    def _groups(self, workers: int, tree: Any) -> Groups:
-        return groups_of(self._layout(workers), tree)
+    def _way(self, groups: Groups, workers: int, inputs: Any) -> Way:
+        """For the route. inputs: all arrays that messages are made of."""
+        place = self.placement
+        if self.shares is not None and len(self.shares) != workers:
+            raise ValueError(f"{self.name}: {len(self.shares)} weights for {workers} workers on axis {place.workers!r}")
+        weights = None if self.shares is None else jnp.asarray(self.shares, wide(*groups.dtypes))
+        buckets = self.layout.bucket_bytes is not None
+        replicas, axis = place.replicas, place.workers
+        if jax.config.jax_remove_size_one_mesh_axis_from_type:  # pyright: ignore[reportAttributeAccessIssue]
+            axis = crossed(axis)
+        if types_tell(axis):  # devices that hold the same share the work, also along axes that nobody named
+            known = (*place.names, *place.outer, *replicas, *varying_axes(inputs))
+            mesh = jax.sharding.get_abstract_mesh()
+            replicas += tuple(name for name in mesh.manual_axes if name not in known and mesh.shape[name] > 1)
+        rereads = self.algorithm.rereads
+        link = self.link if isinstance(self.link, Link) else self._levels(workers)
+        return Way(axis, workers, weights, link, replicas, buckets, self.exact, place.outer, rereads)
 
-    def _layout(self, workers: int) -> Layout:
-        return self.layout if self.route.layout is None else self.route.layout(self.layout, workers)
+    def _key(self, shared: MeanShared, index: Array) -> Array:
+        """Private to this worker and round: any round can be replayed."""
+        key = jax.random.fold_in(wrap_key(shared.key), shared.count)
+        if self.placement.outer:
+            key = jax.random.fold_in(key, axis_index(self.placement.outer))
+        return jax.random.fold_in(key, index)
 
     def _compressors(self, groups: Groups) -> tuple[Compressor, ...]:
         several = len(self.choices) > 1
         return tuple(self.choices[group.part if several else 0].of(group) for group in groups.groups)
+
+    def _errors(self, measured: Array, errors: Errors, arrays: list[Array], before: Errors) -> Errors:
+        """Errors of this round, or of the last one in which they were measured."""
+        typed = lambda x: varying(x, self.placement.every)
+        bad = lax.cond(measured, lambda: typed(nonfinite(arrays)), lambda: typed(jnp.zeros((), jnp.float32)))
+        return jax.tree.map(lambda a, b: jnp.where(measured, a, b), errors._replace(nonfinite=bad), before)
+
+    def _layout(self, workers: int) -> Layout:
+        return self.layout if self.route.layout is None else self.route.layout(self.layout, workers)
+
+    def _groups(self, workers: int, tree: Any) -> Groups:
+        return groups_of(self._layout(workers), tree)
 
     def _taken(self, tree: Any, workers: int) -> "Exchange":
         """The exchange as a tree and so many workers take it: via="auto" may take two shots, in their layout."""
@@ -246,44 +277,6 @@ class Exchange(NamedTuple):
         others = {"via": self.route.name, "weights": self.shares, "seed": self.root, "measure": self.measure}
         others |= {"bucket_bytes": self.layout.bucket_bytes, "link": self.link, "code": self.code}
         return options_of(self.name, self.algorithm, groups, **others, **dict(self.others))
-
-    def _key(self, shared: MeanShared, index: Array) -> Array:
-        """Private to this worker and round: any round can be replayed."""
-        key = jax.random.fold_in(wrap_key(shared.key), shared.count)
-        if self.placement.outer:
-            key = jax.random.fold_in(key, axis_index(self.placement.outer))
-        return jax.random.fold_in(key, index)
-
-    def _way(self, groups: Groups, workers: int, inputs: Any) -> Way:
-        """For the route. inputs: all arrays that messages are made of."""
-        place = self.placement
-        if self.shares is not None and len(self.shares) != workers:
-            raise ValueError(f"{self.name}: {len(self.shares)} weights for {workers} workers on axis {place.workers!r}")
-        weights = None if self.shares is None else jnp.asarray(self.shares, wide(*groups.dtypes))
-        buckets = self.layout.bucket_bytes is not None
-        replicas, axis = place.replicas, place.workers
-        if jax.config.jax_remove_size_one_mesh_axis_from_type:  # pyright: ignore[reportAttributeAccessIssue]
-            axis = crossed(axis)
-        if types_tell(axis):  # devices that hold the same share the work, also along axes that nobody named
-            known = (*place.names, *place.outer, *replicas, *varying_axes(inputs))
-            mesh = jax.sharding.get_abstract_mesh()
-            replicas += tuple(name for name in mesh.manual_axes if name not in known and mesh.shape[name] > 1)
-        rereads = self.algorithm.rereads
-        link = self.link if isinstance(self.link, Link) else self._levels(workers)
-        return Way(axis, workers, weights, link, replicas, buckets, self.exact, place.outer, rereads)
-
-    def _errors(self, measured: Array, errors: Errors, arrays: list[Array], before: Errors) -> Errors:
-        """Errors of this round, or of the last one in which they were measured."""
-        typed = lambda x: varying(x, self.placement.every)
-        bad = lax.cond(measured, lambda: typed(nonfinite(arrays)), lambda: typed(jnp.zeros((), jnp.float32)))
-        return jax.tree.map(lambda a, b: jnp.where(measured, a, b), errors._replace(nonfinite=bad), before)
-
-
-def refusal(route: Route, algorithm: Algorithm) -> str | None:
-    """Why a route cannot carry what an algorithm sends; None where it can."""
-    if algorithm.compressor is None:
-        return None
-    return route.refuses(algorithm.compressor, algorithm.roles)
 
 
 class _Turn:
@@ -380,6 +373,13 @@ class _Turn:
         none = varying(NO_ERRORS, every)
         measure = lambda: varying(errors_of(message.request.message, message.decoded()), every)
         return lax.cond(self.measured, measure, lambda: none)
+
+
+def refusal(route: Route, algorithm: Algorithm) -> str | None:
+    """Why a route cannot carry what an algorithm sends; None where it can."""
+    if algorithm.compressor is None:
+        return None
+    return route.refuses(algorithm.compressor, algorithm.roles)
 
 
 # ------------------------------------------------------------------------------------------------
