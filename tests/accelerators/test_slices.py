@@ -14,12 +14,11 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp as jc
 from jaxcomp.exchange.collectives import (
     all_gather,
-    all_sum,
     all_to_all,
     all_to_all_bytes,
     gather_bytes,
     gathered,
-    sum_bytes,
+    summed,
 )
 
 pytest.importorskip("libtpu")
@@ -169,8 +168,9 @@ def test_dense_exchanges_fill_tiles(dtype):
     said = []
 
     def exchange(*arrays):
-        said.append(sum_bytes(arrays, "dcn"))
-        return all_sum([x * 2 for x in arrays], "dcn")
+        totals, sent_bytes = summed([x * 2 for x in arrays], "dcn")
+        said.append(sent_bytes)
+        return totals
 
     book = book_of(exchange, mesh_of(2), *((shape, dtype) for shape in SHAPES))
     entries = sum(int(np.prod(shape)) for shape in SHAPES)
