@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jaxcomp.arrays import wide
+from jaxcomp.arrays import is_host, wide
 from jaxcomp.exchange.routes import NAMES
 from jaxcomp.exchange.state import NOT_MEASURED, UNIT, Errors, check_rows, means_in
 from jaxcomp.norms import block_norms
@@ -52,14 +52,15 @@ def nonfinite(arrays: list[Array]) -> Array:
     return lax.cond(clean, lambda none, arrays: none, counted, none, arrays).astype(jnp.float32)
 
 
-def joint_norm(norms: list[Array]) -> Array:
-    """Norm of vectors laid end to end, from theirs, without overflow: f32[...]."""
+def joint_norm(norms: list[Any]) -> Any:
+    """Norm of vectors laid end to end, from theirs, without overflow: f32[...]. In NumPy for norms on the host."""
     if not norms:
         return jnp.zeros((), jnp.float32)
-    stacked = jnp.stack([norm.astype(jnp.float32) for norm in norms])
-    largest = jnp.max(stacked, axis=0, keepdims=True)
-    unit = jnp.where(largest > 0, largest, 1)
-    return unit[0] * jnp.sqrt(jnp.sum(jnp.square(jnp.clip(stacked / unit, 0, 1)), axis=0))
+    xp: Any = np if all(map(is_host, norms)) else jnp
+    stacked = xp.stack([norm.astype(xp.float32) for norm in norms])
+    largest = xp.max(stacked, axis=0, keepdims=True)
+    unit = xp.where(largest > 0, largest, xp.ones((), xp.float32))
+    return unit[0] * xp.sqrt(xp.sum(xp.square(xp.clip(stacked / unit, 0, 1)), axis=0))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -193,20 +194,22 @@ def info(state: Any, *, each: bool = False) -> Info:
         raise ValueError("info: there is no compressed_mean in this state")
     for node in nodes:
         check_rows("info", node)
-    with jax.debug_nans(False):  # NaN is what is not known
-        return _read(nodes, each)
+    with jax.debug_nans(False), np.errstate(all="ignore"):  # NaN is what is not known
+        return jax.tree.map(jnp.asarray, _read(nodes, each))
 
 
 def _read(nodes: list[Any], each: bool) -> Info:
-    rows = [jax.tree.map(lambda x: jnp.reshape(_here(x), (-1,)), node.local.counts) for node in nodes]
-    parts = [jnp.reshape(row.since, (-1, 4)).T for row in rows]
+    """Of a concrete state it is computed in NumPy, without a program to compile."""
+    rows = [jax.tree.map(lambda x: _here(x).reshape(-1), node.local.counts) for node in nodes]
+    xp: Any = np if all(map(is_host, jax.tree.leaves(rows))) else jnp
+    parts = [xp.reshape(row.since, (-1, 4)).T for row in rows]
     rows = [row._replace(since=(a * UNIT + c, b * UNIT + d)) for row, (a, b, c, d) in zip(rows, parts, strict=True)]
     if len({row.size.size for row in rows}) > 1:  # levels of a hierarchy
         if each:
             raise ValueError("info: levels have different numbers of workers; leave each=True out, or give one level")
-        rows = [jax.tree.map(lambda x: jnp.mean(x, keepdims=True), row) for row in rows]
+        rows = [jax.tree.map(functools.partial(xp.mean, keepdims=True, dtype=xp.float32), row) for row in rows]
     counts = jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]), *rows)
-    known = lambda norms: jnp.where(functools.reduce(jnp.minimum, norms) >= 0, 1, jnp.nan).astype(jnp.float32)
+    known = lambda norms: xp.where(functools.reduce(xp.minimum, norms) >= 0, 1, xp.nan).astype(xp.float32)
     error, norm = ([getattr(row.errors, name) for row in rows] for name in ("error", "norm"))
     result = Info(
         counts.lane_bytes,
@@ -216,13 +219,13 @@ def _read(nodes: list[Any], each: bool) -> Info:
         known([row.errors.nonfinite for row in rows]) * counts.errors.nonfinite,
         counts.overflow,
         counts.sent_bytes,
-        jnp.max(jnp.stack([row.route for row in rows]), axis=0),
-        jnp.full_like(counts.entries, sum(map(_dense_of, nodes))),
+        xp.max(xp.stack([row.route for row in rows]), axis=0),
+        xp.full_like(counts.entries, sum(map(_dense_of, nodes))),
         counts.searches,
-        jnp.full(counts.overflow.shape, jnp.max(jnp.stack([jnp.max(_here(node.shared.count)) for node in nodes]))),
+        xp.full(counts.overflow.shape, xp.max(xp.stack([xp.max(_here(node.shared.count)) for node in nodes]))),
         *counts.since,
     )
-    return result if each else jax.tree.map(lambda x: x[0], _over_workers(result))
+    return result if each else jax.tree.map(lambda x: x[0], _over_workers(result, xp))
 
 
 def _dense_of(node: Any) -> int:
@@ -230,20 +233,20 @@ def _dense_of(node: Any) -> int:
 
 
 def _here(x: Any) -> Any:
-    """A concrete array on one device: of this process's workers alone, so that no other process is waited for."""
-    if not isinstance(x, jax.Array) or isinstance(x, Tracer):
+    """A concrete array on the host: of this process's workers alone, so that no other process is waited for."""
+    if isinstance(x, Tracer):
         return x
-    if x.is_fully_addressable:
-        return jnp.asarray(np.asarray(x))
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+        return np.asarray(x)
     if not x.ndim:  # equal everywhere
-        return jnp.asarray(np.asarray(x.addressable_data(0)))
+        return np.asarray(x.addressable_data(0))
     rows = {shard.index[0].start or 0: np.asarray(shard.data) for shard in x.addressable_shards}
-    return jnp.asarray(np.concatenate([rows[start] for start in sorted(rows)]))
+    return np.concatenate([rows[start] for start in sorted(rows)])
 
 
-def _over_workers(rows: Info) -> Info:
+def _over_workers(rows: Info, xp: Any) -> Info:
     """The means of what each worker counted (sums and maxima where they are meant), with one row left."""
-    means = jax.tree.map(lambda x: jnp.mean(x, keepdims=True), rows)
-    add = lambda x: jnp.sum(x, keepdims=True)
+    means = jax.tree.map(functools.partial(xp.mean, keepdims=True, dtype=xp.float32), rows)
+    add = lambda x: xp.sum(x, keepdims=True, dtype=x.dtype)
     sums = {name: add(getattr(rows, name)) for name in ("nonfinite", "overflow", "searches")}
-    return means._replace(route=jnp.max(rows.route, keepdims=True), rounds=jnp.max(rows.rounds, keepdims=True), **sums)
+    return means._replace(route=xp.max(rows.route, keepdims=True), rounds=xp.max(rows.rounds, keepdims=True), **sums)
