@@ -155,7 +155,7 @@ BAD = [
         r"rand_k\(0.1\) is not one. It is unbiased: take direct\(rand_k\(0.1\)\), or wrap it: contract",
     ),
     (lambda: jc.error_feedback(jc.dithering(3)), r"or wrap it: contract\(dithering"),
-    (lambda: jc.error_feedback(jc.cast("float16", scaled=False)), "Its alpha is not known"),
+    (lambda: jc.error_feedback(jc.cast("float16", scaled=False)), "alpha of .* is not known"),
     (lambda: jc.error_feedback(jc.top_k(0.1), decay=1.5), r"decay must be in \[0, 1\]; got 1.5"),
     (
         lambda: jc.compressed_mean(jc.error_feedback(jc.compose(jc.top_k(0.5), jc.dithering(1, blocks=1))), None).init(
