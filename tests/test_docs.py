@@ -16,7 +16,8 @@ import pytest
 from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
-from jaxcomp.exchange import binding, driver, measure
+from jaxcomp.exchange import measure
+from jaxcomp.exchange.routes import route
 from jaxcomp.payloads import registry as payloads_registry
 
 ROOT = Path(__file__).parents[1]
@@ -127,7 +128,7 @@ def test_the_compressor_of_the_page_is_unbiased_and_is_exchanged(seed):
 def test_the_route_of_the_page_is_given_as_it_is(capsys, monkeypatch):
     """One file, no line: `via=` takes the value, under vmap and on a mesh, as the ledger counts it."""
     known = [*measure.NAMES]
-    for module in (binding, driver, measure):
+    for module in (route, measure):
         monkeypatch.setattr(module, "NAMES", known)
     names = {}
     exec(compile(code_of(DEVELOPMENT / "route.md"), "route.md", "exec"), names)

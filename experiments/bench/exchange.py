@@ -6,7 +6,7 @@ included.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from experiments.network.mesh import Workers
 from experiments.network.worker import ends_of
 from jaxcomp.base import Lengths
 from jaxcomp.exchange.routes import Parcel, Way, costs
-from jaxcomp.exchange.routes.route import ROUTES, fastest, gathered_by
+from jaxcomp.exchange.routes.route import ROUTES, Gather, fastest, gathered_by
 from jaxcomp.payloads import Sparse
 from jaxcomp.payloads.unequal import message_of
 
@@ -88,7 +88,7 @@ class Exchange:
         def exchange(payload):
             mine = jax.tree.map(lambda a: a[0], payload)
             parcel = Parcel(compressor, mine, (), jax.ShapeDtypeStruct((size,), jnp.float32))
-            (rows,), _ = gathered_by(ROUTES[chosen].gather, [parcel], Way("data", n, link=link))
+            (rows,), _ = gathered_by(cast(Gather, ROUTES[chosen].gather), [parcel], Way("data", n, link=link))
             return jnp.sum(rows.values) + jnp.sum(rows.indices % 7)
 
         self.payload = jax.tree.map(workers.own, Sparse(values, indices))

@@ -149,5 +149,5 @@ def add_worth(
         each = cut.spread(each) if places is None else places.spread(places.of_blocks(cut)(each))
         return total + weighted(value(codes, each).astype(total.dtype), weight)
 
-    apart, messages = isinstance(places, Lanes), (words, each, weights)
-    return fold_in_one_pass(add, reshaped(total, shape), messages, least=1, one_at_a_time=apart).reshape(-1)
+    singly, messages = isinstance(places, Lanes), (words, each, weights)
+    return fold_in_one_pass(add, reshaped(total, shape), messages, least=1, one_at_a_time=singly).reshape(-1)

@@ -13,7 +13,7 @@ from jaxcomp.compressors.tree import choices_of, layout_of
 from jaxcomp.exchange.axes import Placement
 from jaxcomp.exchange.driver import Exchange, refusal
 from jaxcomp.exchange.links import check_links
-from jaxcomp.exchange.routes import NAMES, VIAS, Route, route_of
+from jaxcomp.exchange.routes import VIAS, Route, route_of
 from jaxcomp.exchange.state import frozen
 from jaxcomp.groups import Buckets
 
@@ -41,8 +41,6 @@ def exchange_of(
     if not isinstance(via, Route) and via not in VIAS:
         raise ValueError(f"{name}: via must be one of {', '.join(map(repr, VIAS))}; got {via!r}")
     route = via if isinstance(via, Route) else route_of(via)
-    if isinstance(via, Route) and via.name not in NAMES:
-        NAMES.append(via.name)  # of the user's own
     if "link" in options:
         check_links(name, options["link"])
         options["link"] = dict(options["link"]) if isinstance(options["link"], Mapping) else options["link"]

@@ -70,7 +70,7 @@ from jaxcomp.exchange.axes import (
 from jaxcomp.exchange.collectives import summed
 from jaxcomp.exchange.links import DEFAULT, Levels, Link, placed_on
 from jaxcomp.exchange.measure import errors_of, joint_errors, nonfinite
-from jaxcomp.exchange.routes import NAMES, ROUTES, Arrived, Carried, Parcel, Route, Way, route_of, taken
+from jaxcomp.exchange.routes import ROUTES, Arrived, Carried, Parcel, Route, Way, number_of, route_of, taken
 from jaxcomp.exchange.state import (
     FIRST_COUNTS,
     NO_COUNTS,
@@ -188,6 +188,8 @@ class Exchange(NamedTuple):
             ValueError: it is the state of another transformation, or not cut for one device, or the same on all.
         """
         name, place = self.name, self.placement.identity
+        if self.shares is not None and len(self.shares) != workers:
+            raise ValueError(f"{name}: {len(self.shares)} weights for {workers} workers on axis {place.workers!r}")
         if not isinstance(state, MeanState) or (state.about.placement, state.about.roles) != (place, self.roles):
             got = f"{state.about.placement} with {dict(state.about.roles)}" if is_mean(state) else type(state).__name__
             lost = is_mean(state) and not axis_names(place.workers) and axis_names(state.about.placement.workers)
@@ -217,8 +219,6 @@ class Exchange(NamedTuple):
     def _way(self, groups: Groups, workers: int, inputs: Any) -> Way:
         """For the route. inputs: all arrays that messages are made of."""
         place = self.placement
-        if self.shares is not None and len(self.shares) != workers:
-            raise ValueError(f"{self.name}: {len(self.shares)} weights for {workers} workers on axis {place.workers!r}")
         weights = None if self.shares is None else jnp.asarray(self.shares, wide(*groups.dtypes))
         buckets = self.layout.bucket_bytes is not None
         replicas, axis = place.replicas, place.workers
@@ -483,7 +483,7 @@ class Message:
             for parcel, arrived, program, group in zip(
                 self.parcels, self.arrived, self.programs, self.request.groups, strict=True
             ):
-                sizes = group.sizes if lazy and not group.is_stack else ()
+                sizes = group.sizes if lazy and len(parcel.like.shape) == 1 else ()
                 means.append(_mean(parcel, arrived, self.way, functools.partial(accumulate, program), sizes))
         return tuple(means)
 
@@ -608,4 +608,4 @@ def counts_of(held: Any, bits: Any, entries: Any, size: int, sent_bytes: Any, ro
     """Counts of some messages, without overflow and errors. In f32: the numbers may be more than any i32."""
     numbers = {"lane_bytes": held, "code_bits": bits, "entries": entries, "size": size, "sent_bytes": sent_bytes}
     numbers = {name: jnp.asarray(x, jnp.float32) for name, x in numbers.items()}
-    return NO_COUNTS._replace(**numbers, route=jnp.asarray(NAMES.index(route), jnp.int32))
+    return NO_COUNTS._replace(**numbers, route=jnp.asarray(number_of(route), jnp.int32))

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jaxcomp.arrays import is_host, wide
+from jaxcomp.arrays import is_host, is_shapes, wide
 from jaxcomp.exchange.routes import NAMES
 from jaxcomp.exchange.state import NOT_MEASURED, UNIT, Errors, check_rows, means_in
 from jaxcomp.norms import block_norms
@@ -192,6 +192,8 @@ def info(state: Any, *, each: bool = False) -> Info:
     nodes = means_in(state)
     if not nodes:
         raise ValueError("info: there is no compressed_mean in this state")
+    if is_shapes(nodes):
+        raise TypeError("info: the state holds shapes, jax.ShapeDtypeStruct, in place of arrays")
     for node in nodes:
         check_rows("info", node)
     with jax.debug_nans(False), np.errstate(all="ignore"):  # NaN is what is not known
@@ -199,9 +201,10 @@ def info(state: Any, *, each: bool = False) -> Info:
 
 
 def _read(nodes: list[Any], each: bool) -> Info:
-    """Of a concrete state it is computed in NumPy, without a program to compile."""
+    """The numbers as users read them; of a concrete state in NumPy, without a program to compile."""
     rows = [jax.tree.map(lambda x: _here(x).reshape(-1), node.local.counts) for node in nodes]
-    xp: Any = np if all(map(is_host, jax.tree.leaves(rows))) else jnp
+    rounds = [_here(node.shared.count) for node in nodes]
+    xp: Any = np if all(map(is_host, jax.tree.leaves((rows, rounds)))) else jnp
     parts = [xp.reshape(row.since, (-1, 4)).T for row in rows]
     rows = [row._replace(since=(a * UNIT + c, b * UNIT + d)) for row, (a, b, c, d) in zip(rows, parts, strict=True)]
     if len({row.size.size for row in rows}) > 1:  # levels of a hierarchy
@@ -222,7 +225,7 @@ def _read(nodes: list[Any], each: bool) -> Info:
         xp.max(xp.stack([row.route for row in rows]), axis=0),
         xp.full_like(counts.entries, sum(map(_dense_of, nodes))),
         counts.searches,
-        xp.full(counts.overflow.shape, xp.max(xp.stack([xp.max(_here(node.shared.count)) for node in nodes]))),
+        xp.full(counts.overflow.shape, xp.max(xp.stack([xp.max(each) for each in rounds]))),
         *counts.since,
     )
     return result if each else jax.tree.map(lambda x: x[0], _over_workers(result, xp))

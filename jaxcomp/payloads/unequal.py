@@ -6,7 +6,7 @@ import jax
 
 from jaxcomp.payloads.registry import limits
 
-__all__ = ["Message", "Part", "message_of"]
+__all__ = ["Message", "message_of"]
 
 
 class Part(NamedTuple):

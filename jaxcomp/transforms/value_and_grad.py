@@ -19,7 +19,7 @@ from jaxcomp.exchange.axes import Axis, axis_names, is_bound
 from jaxcomp.exchange.binding import own_weights, shares_of
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.routes import Route
-from jaxcomp.exchange.state import kept
+from jaxcomp.exchange.state import MeanState, kept
 from jaxcomp.groups import Buckets
 from jaxcomp.state.specs import names_of, per_worker
 from jaxcomp.transforms.arguments import (
@@ -523,6 +523,9 @@ def _check_call(params: Any, state: Any, how: Loss) -> None:
             "value_and_grad: call it as grad_fn(params, state, *batch), with state from grad_fn.init(params); "
             f"got {got}"
         )
+    is_mean = lambda node: isinstance(node, MeanState)
+    if not any(map(is_mean, jax.tree.leaves(state.exchange, is_leaf=is_mean))):
+        raise TypeError("value_and_grad: the state must be that of grad_fn.init(params); got one without an exchange")
     if isinstance(how.scale, DynamicScale) != isinstance(state.loss_scale, LossScale):
         raise TypeError(
             "value_and_grad: the state must be that of grad_fn.init(params), with the same loss_scale; got one "

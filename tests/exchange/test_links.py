@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ import jaxcomp as jc
 from jaxcomp.allocate import counts, ratios
 from jaxcomp.exchange.agreement import warn_of_order
 from jaxcomp.exchange.axes import Placement
-from jaxcomp.exchange.links import Levels, Link, cost_of, placed_on, ring_plan, slowest
-from jaxcomp.exchange.routes import ROUTES, costs
-from jaxcomp.exchange.routes.route import fastest
+from jaxcomp.exchange.links import Cost, Levels, Link, cost_of, placed_on, ring_plan, slowest
+from jaxcomp.exchange.routes import ROUTES, costs, route
+from jaxcomp.exchange.routes.route import fastest, gathering_route
 
 
 def walk(plan, lengths):
@@ -79,6 +80,18 @@ def test_skew_100_on_eight_workers_meets_the_promised_bytes():
         assert walk(ring_plan(words), words).max() * 4 <= 1.05 * real
         assert each["concat"].sent_bytes <= 2.1 * real
         assert each["gather"].sent_bytes > 2 * real
+
+
+def test_a_route_that_is_added_to_the_table_is_weighed(monkeypatch):
+    monkeypatch.setattr(route, "NAMES", [*route.NAMES])
+    free = gathering_route("free", ROUTES["ring"].gather, lambda lengths, capacity, link: Cost(0.0, 0.0))
+    monkeypatch.setitem(ROUTES, "free", free)
+    lengths = (7000, 2000, 800, 200)
+    assert fastest(lengths, 7000) == "free"
+    tx = jc.compressed_mean(jc.direct(jc.dagc([1, 2, 3, 4], 0.1)), "data")
+    update = lambda g: tx.update(g, tx.init(g))[1].local.counts.route
+    number = jax.vmap(update, axis_name="data")(jnp.ones((4, 3000)))
+    assert route.NAMES[int(number[0, 0])] == "free"
 
 
 def test_the_fastest_route_by_the_model():

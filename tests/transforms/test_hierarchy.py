@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from variants import variants
 
 import jaxcomp as jc
-from jaxcomp.exchange import binding, driver
 from jaxcomp.exchange.collectives import gathered
+from jaxcomp.exchange.routes import route
 from jaxcomp.exchange.routes.route import ROUTES, gathering_route
 from jaxcomp.groups import Layout, groups_of
 
@@ -353,9 +353,8 @@ def test_buckets_change_collectives_and_nothing_else(name, seed):
 
 
 def test_a_gathering_route_of_ones_own_has_buckets(monkeypatch):
-    names, carried = [*driver.NAMES], []
-    for module in (binding, driver):
-        monkeypatch.setattr(module, "NAMES", names)
+    monkeypatch.setattr(route, "NAMES", [*route.NAMES])
+    carried = []
 
     def plain(parcels, way):
         carried.append(way.buckets_of(parcels))

@@ -5,7 +5,19 @@ from jaxcomp.exchange.routes.gather import GATHER
 from jaxcomp.exchange.routes.ladder import LADDER
 from jaxcomp.exchange.routes.ragged import RAGGED
 from jaxcomp.exchange.routes.ring import RING
-from jaxcomp.exchange.routes.route import AUTO, ROUTES, Arrived, Carried, Parcel, Route, Way, costs, taken
+from jaxcomp.exchange.routes.route import (
+    AUTO,
+    NAMES,
+    ROUTES,
+    Arrived,
+    Carried,
+    Parcel,
+    Route,
+    Way,
+    costs,
+    number_of,
+    taken,
+)
 from jaxcomp.exchange.routes.scatter import SCATTER
 from jaxcomp.exchange.routes.sum import SUM
 from jaxcomp.exchange.routes.two_shot import TWO_SHOT
@@ -21,6 +33,7 @@ __all__ = [
     "Route",
     "Way",
     "costs",
+    "number_of",
     "route_of",
     "taken",
 ]
@@ -28,7 +41,7 @@ __all__ = [
 # In this order `Info.route` numbers them.
 ROUTES |= {route.name: route for route in (SUM, GATHER, CONCAT, RING, RAGGED, LADDER, TWO_SHOT)}
 VIAS = ("auto", *ROUTES)
-NAMES = [*ROUTES, SCATTER.name]  # as a state numbers them; and of routes of the user's own, once they are given
+NAMES += [*ROUTES, SCATTER.name]
 
 
 def route_of(via: str) -> Route:

@@ -24,7 +24,7 @@ lengths of messages differ, the route is the one with the least expected time, a
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 
@@ -41,6 +41,7 @@ from jaxcomp.payloads.unequal import message_of
 
 __all__ = [
     "AUTO",
+    "NAMES",
     "ROUTES",
     "Arrived",
     "Carried",
@@ -48,7 +49,6 @@ __all__ = [
     "Parcel",
     "Route",
     "Way",
-    "accepts_all",
     "costs",
     "cuts_of",
     "fastest",
@@ -56,6 +56,7 @@ __all__ = [
     "gathering_route",
     "held_by",
     "lengths_of",
+    "number_of",
     "sums",
     "taken",
 ]
@@ -200,7 +201,15 @@ class Route(NamedTuple):
     gather: Gather | None = None
 
 
-ROUTES: dict[str, Route] = {}  # all but "auto", in the order in which `jaxcomp.exchange.routes` imports them
+ROUTES: dict[str, Route] = {}  # all but "auto", filled by `jaxcomp.exchange.routes`
+NAMES: list[str] = []  # as a state numbers them; those of your own come last
+
+
+def number_of(route: str) -> int:
+    """The number of a route in a state, by its name."""
+    if route not in NAMES:
+        NAMES.append(route)
+    return NAMES.index(route)
 
 
 def accepts_all(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
@@ -233,10 +242,10 @@ def cuts_of(parcels: Sequence[Parcel]) -> list[int]:
     return found
 
 
-def gathered_by(gather: Gather | None, parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float | Array]:
+def gathered_by(gather: Gather, parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float | Array]:
     """All payloads, by `gather`; where nothing crosses, without it."""
     payloads = tuple(parcel.payload for parcel in parcels)
-    if way.workers == 1 or lane_bytes(payloads) == 0 or gather is None:
+    if way.workers == 1 or lane_bytes(payloads) == 0:
         return all_gather(payloads, way.axis), 0.0
     return gather(parcels, way)
 
@@ -262,7 +271,7 @@ def gathering_route(
 
 
 def costs(lengths: tuple[int, ...], capacity: int, link: Link | Levels = DEFAULT) -> dict[str, Cost]:
-    """Expected time and bytes of every route that brings all messages to all workers.
+    """Expected time and bytes of every route that gathers and has a cost.
 
     Args:
         lengths: uint32 words of each worker's message.
@@ -387,7 +396,7 @@ def carry_auto(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> C
             buckets, cuts = way.buckets_of(gather), cuts_of(gather)
             payloads, more_bytes = gathered(payloads, way.axis, way.replicas, buckets, cuts)
         elif gather:
-            payloads, more_bytes = gathered_by(ROUTES[str(name)].gather, gather, way)
+            payloads, more_bytes = gathered_by(cast(Gather, ROUTES[str(name)].gather), gather, way)
     total, payload, arrived = iter(totals), iter(payloads), []
     for each in how:
         brought = next(payload if each == "gather" else total)
