@@ -189,7 +189,8 @@ class Exchange(NamedTuple):
         """
         name, place = self.name, self.placement.identity
         if self.shares is not None and len(self.shares) != workers:
-            raise ValueError(f"{name}: {len(self.shares)} weights for {workers} workers on axis {place.workers!r}")
+            axis = self.placement.workers
+            raise ValueError(f"{name}: {len(self.shares)} weights for {workers} workers on axis {axis!r}")
         if not isinstance(state, MeanState) or (state.about.placement, state.about.roles) != (place, self.roles):
             got = f"{state.about.placement} with {dict(state.about.roles)}" if is_mean(state) else type(state).__name__
             lost = is_mean(state) and not axis_names(place.workers) and axis_names(state.about.placement.workers)
