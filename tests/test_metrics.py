@@ -1,6 +1,7 @@
 """The last round as plain numbers, and names in profiles."""
 
 import contextlib
+import dataclasses
 import json
 import re
 
@@ -23,6 +24,17 @@ def after_a_round(algorithm, **options):
     step = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
     grads = jax.tree.map(lambda p: jnp.ones((N, *p.shape)), PARAMS)
     return state, jax.jit(step)(grads, state)[1]
+
+
+def test_info_of_a_state_that_is_traced_in_part():
+    """It is the same, though what is concrete is computed on the host; and shapes are refused by their name."""
+    tx = jc.compressed_mean(jc.error_feedback(jc.top_k(0.1)), None)
+    _, state = tx.update(PARAMS["w"], tx.init(PARAMS["w"]))
+    with_count = lambda count: dataclasses.replace(state, shared=state.shared._replace(count=count))
+    found = jax.jit(lambda count: jc.info(with_count(count)))(jnp.int32(3))
+    assert found.as_dict() == jc.info(with_count(jnp.int32(3))).as_dict()
+    with pytest.raises(TypeError, match=r"info: the state holds shapes, jax\.ShapeDtypeStruct"):
+        jc.info(jax.eval_shape(lambda: state))
 
 
 @pytest.mark.usefixtures("standard_promotion")

@@ -1,5 +1,7 @@
 """States of `jc.value_and_grad`: specs, info, replicas, checkpoints, other numbers of workers; NNX models in place."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -244,6 +246,8 @@ def test_a_loss_scale_for_one_worker_and_for_halves():
     assert float(state.loss_scale.scale) == 2.0**13
     with pytest.raises(ValueError, match=r"must be a number > 0 or a jc\.DynamicScale; got -1"):
         jc.value_and_grad(loss, jc.direct(jc.identity()), loss_scale=-1)
+    with pytest.raises(TypeError, match=r"must be that of grad_fn\.init\(params\); got one without an exchange"):
+        grad_fn(half, dataclasses.replace(state, exchange=()), x)
     with pytest.raises(TypeError, match="got one without a dynamic scale"):
         grad_fn(half, jc.value_and_grad(loss, jc.direct(jc.identity()), axis_name=None).init(half), x)
     with pytest.raises(TypeError, match="loss_scale must be a number; a dynamic one needs the state"):
