@@ -56,7 +56,7 @@ def opaque_true(x: Array) -> Array:
 
 
 def unless_mapped(function: Callable[..., Tree], of_row: Callable[..., Tree], then: Any = None) -> Callable[..., Tree]:
-    """The function; under vmap that of `of_row`, which is given to `then`, if that is given."""
+    """The function; under vmap `jax.vmap(of_row)` in its place, or what `then` makes of that."""
     once = jax.custom_batching.custom_vmap(function)
 
     @once.def_vmap

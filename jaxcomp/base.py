@@ -702,7 +702,7 @@ def _checked(name: str, x: Any) -> jax.ShapeDtypeStruct:
 
 
 def row_by_row(function: Callable) -> Callable:
-    """The same function; under vmap it does one row after another, but for programs for GPUs.
+    """The same function; under vmap it does one row after another, except in programs for GPUs.
 
     A selection searches, and knows when it may stop. Mapped, its loops go on for all rows until the last is done, and
     its conditionals compute both sides for each. That costs GPUs less than the kernels of a search for each row.

@@ -83,7 +83,8 @@ def check_contracts(
     if spec.alpha is None:
         unbiased = f"It is unbiased: take direct({spec.name}), or wrap it: contract({spec.name})"
         if spec.omega is None and spec.remedy is None:
-            raise ValueError(f"{name} needs a contraction; alpha of {spec.name} is not known. Say it: Spec(alpha=...)")
+            own = "A compressor of your own says it in its Spec(alpha=...)"
+            raise ValueError(f"{name} needs a contraction; alpha of {spec.name} is not known. {own}")
         raise ValueError(f"{name} needs a contraction; {spec.name} is not one. {spec.remedy or unbiased}")
     alpha = alpha_of(each, like)
     if not alpha > 0:
