@@ -30,10 +30,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp.arrays import bounded, finite, key_data, like_of, wide, zeros_like
-from jaxcomp.backend import fold, materialized, zeros_if_shape
+from jaxcomp.backend import end_to_end, fold, form, materialized, side_by_side, zeros_if_shape
 from jaxcomp.base import Compressor, Spec, State, on_vectors
 from jaxcomp.checks import check_like
-from jaxcomp.compressors.hadamard import Rotation, rotation_of
+from jaxcomp.compressors.hadamard import rotation_of
 from jaxcomp.compressors.rotate import BLOCK, Rotated, check_block, clipped, key_of
 from jaxcomp.factories import factory
 from jaxcomp.norms import max_abs
@@ -44,6 +44,7 @@ __all__ = ["centroids", "distortion", "drive", "eden"]
 
 Array = jax.Array
 LEAST = 0.86
+FEW = 4  # bits for which a GPU compares with all limits
 UNIT = 2.0**10  # times which entries are rotated: then the smallest are not lost, nor do sums of the largest overflow
 # By bits 0 .. 8, each rounded up; recomputed in the tests.
 ERRORS = (1.0, 0.509, 0.307, 0.0966, 0.02755, 0.0074, 0.00193, 0.000493, 0.000126)
@@ -110,6 +111,12 @@ def _errors(bits: float) -> float:
 
 def _encode(y: Array, bits: int) -> tuple[Array, Array]:
     """Codes u32 of the nearest centroids (magnitude, then sign in the last bit), and their magnitudes."""
+    level, value = form(_compared, on_cpu=_found if bits > 2 else None, on_gpu=_found if bits > FEW else None)(y, bits)
+    return level * jnp.uint32(2) + (y < 0).astype(jnp.uint32), value
+
+
+def _compared(y: Array, bits: int) -> tuple[Array, Array]:
+    """Number u32 and value of the nearest centroid of a magnitude, by a comparison with each limit between two."""
     table = centroids(bits)
     size, level = jnp.abs(y), jnp.zeros(y.shape, jnp.uint32)
     value = jnp.full(y.shape, table[0], y.dtype)
@@ -117,7 +124,24 @@ def _encode(y: Array, bits: int) -> tuple[Array, Array]:
         above = size > jnp.asarray((a + b) / 2, y.dtype)
         level = level + above.astype(jnp.uint32)
         value = value + jnp.where(above, jnp.asarray(b - a, y.dtype), jnp.zeros((), y.dtype))
-    return level * jnp.uint32(2) + (y < 0).astype(jnp.uint32), value
+    return level, value
+
+
+def _found(y: Array, bits: int) -> tuple[Array, Array]:
+    """The same by tables: so many limits lie below a cell of equal width, and at most one within it.
+
+    For 8 bits a GPU would write the 127 comparisons, which take 26 times the memory of the vector.
+    """
+    table = np.array(centroids(bits))
+    limits = ((table[1:] + table[:-1]) / 2).astype(np.float32)
+    cells = 2.0 ** math.ceil(-math.log2(np.diff(limits).min(initial=1.0)))  # in a unit
+    starts = np.arange(math.ceil(cells * limits[-1]) + 1, dtype=np.float32) / np.float32(cells)
+    of = lambda numbers, i: jnp.asarray(numbers).at[i].get(mode="promise_in_bounds")
+    size = jnp.abs(y)
+    cell = jnp.minimum(size * jnp.asarray(cells, y.dtype), jnp.asarray(len(starts) - 1, y.dtype)).astype(jnp.int32)
+    below = of(np.searchsorted(limits, starts).astype(np.int32), cell)
+    level = below + (size > of(np.append(limits, np.inf).astype(y.dtype), below)).astype(jnp.int32)
+    return level.astype(jnp.uint32), of(table.astype(y.dtype), level)
 
 
 def _decode(codes: Array, bits: int, dtype: Any) -> Array:
@@ -254,9 +278,12 @@ def _room(payload: Any, dtype: Any) -> Array:
     return jnp.where(max_abs(norms.reshape(-1)) > 2.0**90, 2.0**-32, 1.0).astype(dtype)
 
 
-def _scales(rows: Array, values: Array, least: float | None) -> Array:
-    """S of each row (see above) of magnitudes, 0 for a row of zeros; least: of cos^2, for the unbiased scale."""
-    inner, square, energy = (jnp.sum(a, axis=1) for a in (rows * values, values * values, rows * rows))
+def _scales(rows: Array, values: Array, again: Array, least: float | None) -> Array:
+    """S of each row (see above) of magnitudes, 0 for a row of zeros; least: of cos^2, for the unbiased scale.
+
+    again: the values once more. Where a GPU looks them up, it would write them for two sums.
+    """
+    inner, square, energy = (jnp.sum(a, axis=1) for a in (rows * values, again * again, rows * rows))
     some = energy > 0
     safe = lambda a: jnp.where(some & (a > 0), a, jnp.ones((), a.dtype))
     scale = inner / safe(square)
@@ -273,43 +300,40 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
 
     def compress(key, x, state):
         rotation, x = rotation_of(x.shape[0], block), clipped(x) * UNIT
-        y = rotation.forward(x, key_of(state.shared))
+        pieces = rotation.forward_in_pieces(x, key_of(state.shared))
         codes, others, scales = [], [], []
-        safe = lambda sigma: jnp.where(sigma > 0, sigma, jnp.ones((), sigma.dtype))
-        each = zip(rotation.cut(y), rotation.cut(materialized(y)), rotation.deviations(x, y), strict=True)
-        for rows, again, sigma in each:
-            sigma = sigma[:, None]
-            high, low, _ = code.encode(rows / safe(sigma))
+        for rows, sigma in zip(pieces, rotation.deviations(x, pieces), strict=True):
+            safe = jnp.where(sigma > 0, sigma, jnp.ones((), sigma.dtype))[:, None]
+            high, low, _ = code.encode(rows / safe)
             codes.append(high)
             others.append(low)
-            normal = jnp.abs(again / safe(sigma))
-            scales.append(_scales(normal, code.encode(normal)[2], least) * sigma[:, 0])
-        joined = lambda parts, dtype: jnp.concatenate(parts) if parts else jnp.zeros((0,), dtype)
-        scale = bounded(joined(scales, x.dtype) / UNIT, jnp.float32)
-        payload = Quantized(scale, pack(joined(codes, jnp.uint32), code.high))
+            rows = materialized(rows)
+            normal = jnp.abs(rows / safe)
+            again = jnp.abs(materialized(rows) / safe) if code.high > FEW else normal
+            each = _scales(normal, code.encode(normal)[2], code.encode(again)[2], least)
+            scales.append(materialized(each * sigma))
+        payload = Quantized(bounded(end_to_end(scales, x.dtype) / UNIT, jnp.float32), _packed(codes, code.high))
         if code.fraction and code.low:
-            rest = Quantized(jnp.zeros((0,), jnp.float32), pack(joined(others, jnp.uint32), code.low))
-            payload = Several((payload, rest))
+            payload = Several((payload, Quantized(jnp.zeros((0,), jnp.float32), _packed(others, code.low))))
         return payload, state.local
 
     def rotated(payload, size, unit):
         """S c, what was sent of the rotated vector, times a power of two."""
         rotation = rotation_of(size, block)
         first, rest = payload.parts if isinstance(payload, Several) else (payload, None)
-        counts = [code.first(length) for length in rotation.lengths]
-        check_like(spec.name, first.words.shape, (code.high, -(-sum(counts) // 32)))
+        counts = [rows * code.first(length) for rows, length in rotation.shapes]
+        left = [rows * length - count for (rows, length), count in zip(rotation.shapes, counts, strict=True)]
+        check_like(spec.name, first.words.shape, (code.high, sum(_groups(counts))))
         check_like(spec.name, first.norms.shape, (rotation.pieces,))
-        codes = unpack(first.words, sum(counts))
-        others = codes[:0] if rest is None else unpack(rest.words, size - sum(counts))
-        parts, at, start = [], (0, 0), 0
-        for rows, length in _shapes(rotation):
-            count = rows * code.first(length)
-            left = (rows * length - count) * (rest is not None)
-            here = codes[at[0] : at[0] + count], others[at[1] : at[1] + left]
-            scale = finite(first.norms[start : start + rows]).astype(unit.dtype)[:, None] * unit
-            parts.append((code.decode(*here, (rows, length), unit.dtype) * scale).reshape(-1))
-            at, start = (at[0] + count, at[1] + left), start + rows
-        return jnp.concatenate(parts) if len(parts) > 1 else parts[0] if parts else jnp.zeros((0,), unit.dtype)
+        codes = _unpacked(first.words, counts)
+        others = codes if rest is None else _unpacked(rest.words, left)
+        parts, start = [], 0
+        for shape, here, more in zip(rotation.shapes, codes, others, strict=True):
+            stop = start + shape[0]
+            scale = finite(first.norms[start:stop]).astype(unit.dtype)[:, None] * unit
+            parts.append(code.decode(here, more, shape, unit.dtype) * scale)
+            start = stop
+        return end_to_end(parts, unit.dtype)
 
     def decompress(payload, shared, like):
         unit = _room(payload, wide(like.dtype))
@@ -342,11 +366,20 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
     )
 
 
-def _shapes(rotation: Rotation) -> list[tuple[int, int]]:
-    """Rows and length of each matrix of `Rotation.cut`."""
-    if not rotation.rows:
-        return []
-    if not rotation.tail:
-        return [(rotation.rows, rotation.block)]
-    whole = [(rotation.rows - 1, rotation.block)] if rotation.rows > 1 else []
-    return [*whole, (1, rotation.tail), (1, rotation.block)]
+# Codes of each matrix of pieces have words of their own: those of whole blocks are packed as if nothing came after
+# them, whose number of entries has no common factor with anything.
+
+
+def _groups(counts: list[int]) -> list[int]:
+    """Columns of the words of so many codes each."""
+    return [-(-count // 32) for count in counts]
+
+
+def _packed(codes: list[Array], width: int) -> Array:
+    return side_by_side([pack(each, width) for each in codes] or [jnp.zeros((width, 0), jnp.uint32)])
+
+
+def _unpacked(words: Array, counts: list[int]) -> list[Array]:
+    stops = np.cumsum(_groups(counts)).tolist()
+    each = zip([0, *stops], stops, counts, strict=False)
+    return [unpack(words[:, start:stop], count) for start, stop, count in each]

@@ -13,6 +13,7 @@ Khinchine's inequality its moments are at most those of a normal number of the s
 |x|^2k / B^k, and E|y| >= |x| / sqrt(2 B) (Szarek 1976).
 """
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.backend import form, in_tiles
+from jaxcomp.backend import end_to_end, form, in_tiles
 from jaxcomp.hashing import random_bits
 from jaxcomp.norms import block_norms
 
@@ -30,6 +31,7 @@ Array = jax.Array
 U32 = jnp.uint32
 FACTOR = 6  # log2 of the largest factor
 MANY = 2**20  # entries for which other units pay
+EXACT = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 TILE = 2**18  # entries that are rotated at a time on CPU, in its cache
 
 
@@ -43,15 +45,26 @@ class Rotation(NamedTuple):
 
     def forward(self, x: Array, key: Array) -> Array:
         """R x.  x: finite, f[d];  key: shared."""
+        return end_to_end(self.forward_in_pieces(x, key), x.dtype)
+
+    def forward_in_pieces(self, x: Array, key: Array) -> list[Array]:
+        """The same, cut into its pieces (see below), those of equal length as the rows of one matrix."""
         if not self.size:
-            return x
+            return []
         first, second = self._signs(key)
-        y = _blockwise(x[: self.rows * self.block], first, self.block, True)
         if not self.tail:
-            return y
-        y = jnp.concatenate([y, x[self.rows * self.block :]])
-        last = _blockwise(y[-self.block :], second, self.block, True)
-        return lax.dynamic_update_slice(y, last, (self.size - self.block,))
+            return [_blockwise(x, first, self.block, True).reshape(self.rows, self.block)]
+        # The last whole block by itself, unless words of signs would be cut: a reader of the others reads what the
+        # products wrote, not a part of it.
+        alone = self.block if self.rows > 1 and self.block >= 32 else self.rows * self.block
+        whole = self.rows * self.block - alone
+        most = _blockwise(x[:whole], first[: whole // 32], self.block, True)
+        rest = _blockwise(x[whole : whole + alone], first[whole // 32 :], self.block, True)
+        rest = jnp.concatenate([rest, x[whole + alone :]])
+        most, rest = (most, rest) if whole else (rest[: -self.block - self.tail], rest[-self.block - self.tail :])
+        last = _blockwise(rest[self.tail :], second, self.block, True)
+        pieces = [most.reshape(self.rows - 1, self.block)] if self.rows > 1 else []
+        return [*pieces, rest[None, : self.tail], last[None]]
 
     def backward(self, y: Array, key: Array) -> Array:
         """R^T y."""
@@ -78,33 +91,23 @@ class Rotation(NamedTuple):
         return self.rows + (self.tail > 0)
 
     @property
-    def lengths(self) -> list[int]:
-        """Length of each piece."""
+    def shapes(self) -> list[tuple[int, int]]:
+        """Shapes of the matrices of `forward_in_pieces`: how many pieces, and their length."""
         if not self.tail:
-            return [self.block] * self.rows
-        return [self.block] * (self.rows - 1) + [self.tail, self.block]
+            return [(self.rows, self.block)] if self.rows else []
+        return [(self.rows - 1, self.block)] * (self.rows > 1) + [(1, self.tail), (1, self.block)]
 
-    def cut(self, y: Array) -> list[Array]:
-        """The pieces, those of equal length as the rows of one matrix."""
-        if not self.tail:
-            return [y.reshape(self.rows, self.block)] if self.rows else []
-        whole = (self.rows - 1) * self.block
-        parts = [y[:whole].reshape(self.rows - 1, self.block)] if whole else []
-        return [*parts, y[whole : self.size - self.block][None], y[self.size - self.block :][None]]
-
-    def deviations(self, x: Array, y: Array) -> list[Array]:
-        """Root mean square of the blocks of which the pieces are parts, [rows] for each of `cut`.
+    def deviations(self, x: Array, pieces: list[Array]) -> list[Array]:
+        """Root mean square of the blocks of which the pieces are parts, [rows] for each matrix of pieces.
 
         Rotating keeps norms, so those of the whole blocks are those of x.
         """
         if not self.rows:
             return []
-        of = lambda blocks: block_norms(blocks, 2) / math.sqrt(self.block)
-        whole = of(x[: self.rows * self.block].reshape(self.rows, self.block))
-        if not self.tail:
-            return [whole]
-        last = of(y[None, self.size - self.block :])
-        return [*([whole[:-1]] if self.rows > 1 else []), whole[-1:], last]
+        of = lambda blocks: block_norms(blocks.reshape(-1, self.block), 2) / math.sqrt(self.block)
+        ends = [0, *((self.rows - 1) * self.block,) * (self.rows > 1 and self.tail > 0), self.rows * self.block]
+        whole = [of(x[start:stop]) for start, stop in itertools.pairwise(ends)]
+        return [*whole, of(pieces[-1])] if self.tail else whole
 
 
 def rotation_of(size: int, block: int) -> Rotation:
@@ -146,23 +149,86 @@ def _times(x: Array, size: int) -> Array:
     if x.dtype != jnp.float32 or x.size < MANY:
         return _times_in_f32(x, size)
     signs = jnp.sign(_matrix(size, x.dtype))
-    return jnp.matmul(x, signs, precision=lax.DotAlgorithmPreset.BF16_BF16_F32_X6) * jnp.float32(1 / math.sqrt(size))
+    return jnp.matmul(x, signs, precision=EXACT) * jnp.float32(1 / math.sqrt(size))
 
 
-def _hadamard(rows: Array, forward: bool) -> Array:
-    """[m, B] -> [m, B]: the product with all factors. Backward is the inverse of forward."""
+def _forward(rows: Array) -> Array:
+    """[m, B] -> [m, B]: the product with all factors."""
     count, block = rows.shape
-    factors = _factors(block)
-    times = form(_times, on_cpu=_times_in_f32)
-    if forward:
-        for place, f in enumerate(reversed(factors)):
-            rows = times(rows.reshape(count, block // f, f), f)
-            rows = rows.swapaxes(1, 2) if place < len(factors) - 1 else rows
-    else:
-        for place, f in enumerate(factors):
-            rows = rows if place == 0 else rows.reshape(count, f, block // f).swapaxes(1, 2)
-            rows = times(rows.reshape(count, block // f, f), f)
+    factors, times = _factors(block), form(_times, on_cpu=_times_in_f32)
+    for place, f in enumerate(reversed(factors)):
+        rows = times(rows.reshape(count, block // f, f), f)
+        rows = rows.swapaxes(1, 2) if place < len(factors) - 1 else rows
     return rows.reshape(count, block)
+
+
+def _backward(rows: Array) -> Array:
+    """Inverse of `_forward`."""
+    count, block = rows.shape
+    times = form(_times, on_cpu=_times_in_f32)
+    for place, f in enumerate(_factors(block)):
+        rows = rows if place == 0 else rows.reshape(count, f, block // f).swapaxes(1, 2)
+        rows = times(rows.reshape(count, block // f, f), f)
+    return rows.reshape(count, block)
+
+
+def _forward_by_blocks(rows: Array) -> Array:
+    """The same on a GPU. The last product is to XLA one of many small matrices: so it writes each block as its reader
+    makes it, divided by a number of its own or in another dtype.
+    """
+    count, block = rows.shape
+    if rows.dtype != jnp.float32 or rows.size < MANY:
+        return _forward(rows)
+    factors = _factors(block)
+    for f in reversed(factors[1:]):
+        rows = _times(rows.reshape(count, block // f, f), f).swapaxes(1, 2)
+    f = factors[0]
+    rows = jnp.einsum("mba,mac->mbc", rows.reshape(count, block // f, f), _many(f, count), precision=EXACT)
+    return rows.reshape(count, block) * jnp.float32(1 / math.sqrt(f))
+
+
+def _backward_in_one_pass_less(rows: Array) -> Array:
+    """The same on a GPU, where the last product is not one, but sums in the loop that flips signs behind it.
+
+    Each product before it writes its result as the next factor reads it. To XLA these are products of many small
+    matrices, for it would transpose the result of one with a single matrix in a pass of its own.
+    """
+    count, block = rows.shape
+    if rows.dtype != jnp.float32 or rows.size < MANY:
+        return _backward(rows)
+    factors = _factors(block)
+    for f, after in itertools.pairwise(factors):
+        rows = rows.reshape(count, after, block // (f * after), f)
+        rows = jnp.einsum("mgca,mbga->mgcb", _many(f, count, rows.shape[2]), rows, precision=EXACT)
+        rows *= jnp.float32(1 / math.sqrt(f))
+    return _sums(rows.reshape(-1, factors[-1])).reshape(count, block)
+
+
+def _many(size: int, *counts: int) -> Array:
+    """The matrix of signs, once for each of so many products."""
+    return jnp.broadcast_to(jnp.sign(_matrix(size, jnp.float32)), (*counts, size, size))
+
+
+def _sums(rows: Array) -> Array:
+    """Short rows times H / sqrt(f), by additions: [m, f] -> [m, f].
+
+    An entry of a row is a sum of all its entries, each read by itself: a GPU's loop makes four neighbours at a time,
+    reads the row once for them, in words of 16 bytes, and has all sums but the last two in common. (XLA would write
+    slices that it reads so often, and so would it vectors of signs for four neighbours and more.)
+    """
+    count, f = rows.shape
+    near = min(f, 4)
+    shape = (count, f // near, near)
+    read = lambda i: jnp.take_along_axis(rows, jnp.full((count, f), i, jnp.int32), 1, mode="promise_in_bounds")
+    parts = [read(i).reshape(shape) for i in range(f)]
+    far, close = (lax.broadcasted_iota(U32, shape, axis) for axis in (1, 2))
+    half = f // 2
+    while half:
+        odd = (far & U32(half // near) if half >= near else close & U32(half)) > 0
+        sign = jnp.where(odd, jnp.float32(-1), jnp.float32(1)).astype(rows.dtype)
+        parts = [a + sign * b for a, b in zip(parts[:half], parts[half:], strict=True)]
+        half //= 2
+    return parts[0].reshape(count, f) * jnp.asarray(1 / math.sqrt(f), rows.dtype)
 
 
 def _flipped(x: Array, words: Array) -> Array:
@@ -174,11 +240,15 @@ def _flipped(x: Array, words: Array) -> Array:
 
 def _blockwise(x: Array, words: Array, block: int, forward: bool) -> Array:
     """Transforms whole blocks, [m B]."""
+    if forward:
+        turn = form(_forward, on_gpu=_forward_by_blocks)
+    else:
+        turn = form(_backward, on_gpu=_backward_in_one_pass_less)
 
     def some(args: tuple[Array, Array]) -> Array:
         x, words = args
         x = _flipped(x, words) if forward else x
-        x = _hadamard(x.reshape(-1, block), forward).reshape(-1)
+        x = turn(x.reshape(-1, block)).reshape(-1)
         return x if forward else _flipped(x, words)
 
     return in_tiles(some, max(block, TILE), x, words)
