@@ -2,7 +2,7 @@
 
 An instruction of the scheduled text is a kernel, unless it only names what is there. It reads its operands and writes
 its results; of a fusion that cuts, gathers, updates or scatters only what it touches counts. An access to a single
-entry touches a sector of 32 bytes, unless its place is known without reading. A loop counts as often as its text says that it turns. Where no number is in the
+entry touches a sector of 32 bytes. A loop counts as often as its text says that it turns. Where no number is in the
 text, the host waits for the loop's condition, and the caller says how often it turns; of a condition that the host
 waits for, the arm of "true" counts, which in this library is the one that is expected.
 """
@@ -261,12 +261,6 @@ def _follows(broadcast: Instruction) -> bool:
     return found is not None and str(first) in found[1].split(",")
 
 
-def _is_known(known: dict[str, Instruction], name: str) -> bool:
-    """Whether places are computed without reading anything: then neighbours read what lies side by side."""
-    each = known[name]
-    return each.op != "parameter" and all(_is_known(known, other) for other in _operands(each) if other in known)
-
-
 def _ask(known: dict[str, Instruction], each: Instruction, need: dict[str, float], scattered: dict[str, float]) -> None:
     """What an instruction needs of its operands for the entries that are asked of it."""
     asked, inputs = need[each.name], [name for name in _operands(each) if name in known]
@@ -278,8 +272,7 @@ def _ask(known: dict[str, Instruction], each: Instruction, need: dict[str, float
             window = math.prod(int(n) for n in found[1].split(",") if n) if found else 1
             source = _through(known, name)
             wide = bits_of(contents_of(source.type)[0].dtype) / 8
-            far = window * wide < SECTOR and whole * wide > CACHED and not _is_known(known, inputs[1])
-            if source.op == "parameter" and far:
+            if source.op == "parameter" and window * wide < SECTOR and whole * wide > CACHED:
                 scattered[source.name] = scattered.get(source.name, 0.0) + asked / window * SECTOR
                 continue
             more = asked
