@@ -5,7 +5,8 @@
 3. Each non-empty word writes its number at that rank (a scatter of d/32 words, unique targets,
    so deterministic everywhere); a running maximum spreads it to the ranks that follow.
    Where there are few ranks this is done for blocks of 4 or 16 words, along which each rank finds its word.
-   On GPUs each rank finds its word down a tree of counts, in fewer kernels.
+   On GPUs each rank finds its word down a tree of counts, in fewer kernels; where there are many
+   ranks, each entry writes its own.
 4. Within its word each rank finds its bit by five halvings.
 
 Cost O(d + capacity): the d entries are read once, everything else touches d/32 words.
@@ -147,6 +148,25 @@ def indices_of_words(words: Array, capacity: int, size: int) -> tuple[Array, Arr
     """
     if capacity == 0 or words.shape[0] == 0:
         return jnp.full((capacity,), size, I32), count_words(words)
+    return form(_found, on_gpu=_written if capacity > words.shape[0] else None)(words, capacity, size)
+
+
+def _written(words: Array, capacity: int, size: int) -> tuple[Array, Array]:
+    """`indices_of_words` for GPUs and many places, for each of which a search would hold a row of counts: all entries
+    know their places, and those that are set write their numbers there, neighbours side by side.
+    """
+    counts = lax.population_count(words).astype(I32)
+    ends = jnp.cumsum(counts, dtype=I32)
+    words, lane = words[:, None], lax.iota(U32, 32)[None]
+    below = lax.population_count(words & ((U32(1) << lane) - U32(1))).astype(I32)
+    place = jnp.where((words >> lane) & U32(1) > 0, (ends - counts)[:, None] + below, capacity).reshape(-1)
+    indices = jnp.full((capacity,), size, I32)
+    numbers = lax.iota(I32, place.shape[0])
+    return indices.at[place].set(numbers, mode="drop", unique_indices=True), ends[-1]
+
+
+def _found(words: Array, capacity: int, size: int) -> tuple[Array, Array]:
+    """`indices_of_words`, place by place."""
     # Of few places each looks for its word in a block of words; of many, one for each word is found at once.
     fan = next((fan for fan, places in FANS if places * capacity <= words.shape[0]), 1)
     blocks = -(-words.shape[0] // fan)

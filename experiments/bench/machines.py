@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxcomp as jc
-from experiments.bench.text import BANDWIDTH, FLOPS, LAUNCH, TREES, WAIT, _codec, _on_one, _step
+from experiments.bench.text import BANDWIDTH, FLOPS, LAUNCH, TREES, WAIT, _on_one, _step, codec
 from experiments.figures import Figure, code_of
 from experiments.lib.cli import at_least
 from experiments.lib.codecs import chosen
@@ -69,7 +69,7 @@ def row_of(mesh: Any, name: str, size: int, copy: float) -> dict[str, Any]:
     if name in ALGORITHMS:
         first, other = cost_of(mesh, _step(ALGORITHMS[name], *TREES[290]), turns, copy), (0.0, 0.0)
     else:
-        parts = [_codec(part, CODECS[name], size) for part in ("compress", "decompress")]
+        parts = [codec(part, CODECS[name], size) for part in ("compress", "decompress")]
         first, other = (cost_of(mesh, case, turns, copy) for case in parts)
     least = SCATTERS if copy and name in CODECS else 0.0
     return {"codec": name, "compress": first[0], "decompress": max(other[0], least), "besides": first[1] + other[1]}

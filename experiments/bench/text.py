@@ -23,7 +23,7 @@ from experiments.lib.report import Columns
 from experiments.lib.run import Run, parser_of
 from jaxcomp.base import Algorithm, Compressor, State, for_worker
 
-__all__ = ["MEASURED", "main", "row_of"]
+__all__ = ["MEASURED", "cases", "codec", "main", "row_of"]
 
 # Of an H200: bytes a second of a copy; seconds of a kernel that does next to nothing, and of a wait of the host (both
 # fitted to top_k, 256 kernels and one wait, and to sidco, 54 and four); products in f32 without tensor cores.
@@ -108,7 +108,8 @@ def _on_one(mesh: Any, function: Callable[..., Any]) -> Any:
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
 
 
-def _codec(part: str, make: Callable[[], Compressor], size: int, workers: int = 0) -> Case:
+def codec(part: str, make: Callable[[], Compressor], size: int, workers: int = 0) -> Case:
+    """part: "compress" or "decompress"; workers: simulated by vmap, with so many entries each."""
     like = jax.ShapeDtypeStruct((size,), jnp.float32)
 
     def build(mesh: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -145,12 +146,12 @@ def _step(make: Callable[[], Algorithm], layers: int, width: int) -> Case:
 
 def cases(log2_size: int) -> dict[str, Case]:
     parts = {
-        f"{part} {name}": _codec(part, make, 2**log2_size)
+        f"{part} {name}": codec(part, make, 2**log2_size)
         for part in ("compress", "decompress")
         for name, make in CODECS.items()
     }
     workers = {
-        f"{count} workers by vmap, {name}": _codec("compress", CODECS[name], 2**log2, count)
+        f"{count} workers by vmap, {name}": codec("compress", CODECS[name], 2**log2, count)
         for count, log2 in WORKERS.items()
         for name in ("sidco", "top_k", "dithering(7)")
     }

@@ -239,7 +239,10 @@ def _demanded(known: dict[str, Instruction], name: str, need: dict[str, float]) 
             return float(contents.num_bytes)
         window = _window(each.attributes, contents.shape)
         wide = window * bits_of(contents.dtype) / 8
-        return contents.num_bytes / wide * max(wide, SECTOR)
+        writes = contents.num_bytes / wide
+        if "unique_indices=true" in each.attributes:  # no place is written twice; updates for none are dropped
+            writes = min(writes, _entries(each) / window)
+        return writes * max(wide, SECTOR)
     need[each.name] = max(need[each.name], _entries(each))
     return _size(contents_of(known[name].type))
 
@@ -261,6 +264,16 @@ def _follows(broadcast: Instruction) -> bool:
     return found is not None and str(first) in found[1].split(",")
 
 
+def _read_for(known: dict[str, Instruction], name: str) -> float:
+    """Entries of all that is read to compute a value."""
+    found, left = {name}, [name]
+    while left:
+        more = [other for other in _operands(known[left.pop()]) if other in known and other not in found]
+        found.update(more)
+        left += more
+    return sum(_entries(known[each]) for each in found if known[each].op == "parameter")
+
+
 def _ask(known: dict[str, Instruction], each: Instruction, need: dict[str, float], scattered: dict[str, float]) -> None:
     """What an instruction needs of its operands for the entries that are asked of it."""
     asked, inputs = need[each.name], [name for name in _operands(each) if name in known]
@@ -272,10 +285,14 @@ def _ask(known: dict[str, Instruction], each: Instruction, need: dict[str, float
             window = math.prod(int(n) for n in found[1].split(",") if n) if found else 1
             source = _through(known, name)
             wide = bits_of(contents_of(source.type)[0].dtype) / 8
-            if source.op == "parameter" and window * wide < SECTOR and whole * wide > CACHED:
+            distinct = _read_for(known, inputs[1])
+            if 0 < distinct < asked / window:  # neighbours read the same place, as in a slice
+                more = distinct * window
+            elif source.op == "parameter" and window * wide < SECTOR and whole * wide > CACHED:
                 scattered[source.name] = scattered.get(source.name, 0.0) + asked / window * SECTOR
                 continue
-            more = asked
+            else:
+                more = asked
         elif each.op in ("slice", "dynamic-slice") and place == 0:
             more = asked
         elif each.op in ("dynamic-slice", "dynamic-update-slice") and place > 0 and whole == 1:

@@ -44,7 +44,7 @@ __all__ = ["centroids", "distortion", "drive", "eden"]
 
 Array = jax.Array
 LEAST = 0.86
-FEW = 4  # bits for which a GPU compares with all limits
+FEW = 4  # bits for which entries are compared with all limits
 UNIT = 2.0**10  # times which entries are rotated: then the smallest are not lost, nor do sums of the largest overflow
 # By bits 0 .. 8, each rounded up; recomputed in the tests.
 ERRORS = (1.0, 0.509, 0.307, 0.0966, 0.02755, 0.0074, 0.00193, 0.000493, 0.000126)
@@ -111,7 +111,8 @@ def _errors(bits: float) -> float:
 
 def _encode(y: Array, bits: int) -> tuple[Array, Array]:
     """Codes u32 of the nearest centroids (magnitude, then sign in the last bit), and their magnitudes."""
-    level, value = form(_compared, on_cpu=_found if bits > 2 else None, on_gpu=_found if bits > FEW else None)(y, bits)
+    by_tables = _found if bits > FEW else None
+    level, value = form(_compared, on_cpu=by_tables, on_gpu=by_tables)(y, bits)
     return level * jnp.uint32(2) + (y < 0).astype(jnp.uint32), value
 
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.backend import end_to_end, form, in_tiles
+from jaxcomp.backend import end_to_end, form, in_tiles, materialized
 from jaxcomp.hashing import random_bits
 from jaxcomp.norms import block_norms
 
@@ -54,14 +54,11 @@ class Rotation(NamedTuple):
         first, second = self._signs(key)
         if not self.tail:
             return [_blockwise(x, first, self.block, True).reshape(self.rows, self.block)]
-        # The last whole block by itself, unless words of signs would be cut: a reader of the others reads what the
-        # products wrote, not a part of it.
-        alone = self.block if self.rows > 1 and self.block >= 32 else self.rows * self.block
-        whole = self.rows * self.block - alone
-        most = _blockwise(x[:whole], first[: whole // 32], self.block, True)
-        rest = _blockwise(x[whole : whole + alone], first[whole // 32 :], self.block, True)
-        rest = jnp.concatenate([rest, x[whole + alone :]])
-        most, rest = (most, rest) if whole else (rest[: -self.block - self.tail], rest[-self.block - self.tail :])
+        start, stop = self._alone
+        most = _blockwise(x[:start], first[: start // 32], self.block, True)
+        rest = _blockwise(x[start:stop], first[start // 32 :], self.block, True)
+        rest = jnp.concatenate([rest, x[stop:]])
+        most, rest = (most, rest) if start else (rest[: -self.block - self.tail], rest[-self.block - self.tail :])
         last = _blockwise(rest[self.tail :], second, self.block, True)
         pieces = [most.reshape(self.rows - 1, self.block)] if self.rows > 1 else []
         return [*pieces, rest[None, : self.tail], last[None]]
@@ -71,11 +68,21 @@ class Rotation(NamedTuple):
         if not self.size:
             return y
         first, second = self._signs(key)
-        if self.tail:
-            last = _blockwise(y[-self.block :], second, self.block, False)
-            y = lax.dynamic_update_slice(y, last, (self.size - self.block,))
-        x = _blockwise(y[: self.rows * self.block], first, self.block, False)
-        return jnp.concatenate([x, y[self.rows * self.block :]]) if self.tail else x
+        if not self.tail:
+            return _blockwise(y, first, self.block, False)
+        start, stop = self._alone
+        last = _blockwise(y[-self.block :], second, self.block, False)
+        rest = jnp.concatenate([y[start : self.size - self.block], last])
+        most = _blockwise(y[:start], first[: start // 32], self.block, False)
+        block = _blockwise(rest[: stop - start], first[start // 32 :], self.block, False)
+        return end_to_end([most, block, rest[stop - start :]], y.dtype)
+
+    @property
+    def _alone(self) -> tuple[int, int]:
+        """Ends of the last whole block, which is rotated by itself, so that a reader of the others reads what the
+        products wrote, not a part of it; of all, where words of signs would be cut."""
+        stop = self.rows * self.block
+        return (stop - self.block if self.block >= 32 else 0), stop
 
     def _signs(self, key: Array) -> tuple[Array, Array]:
         """Bits of the signs of all whole blocks, and of the last one."""
@@ -191,12 +198,13 @@ def _backward_in_one_pass_less(rows: Array) -> Array:
     """The same on a GPU, where the last product is not one, but sums in the loop that flips signs behind it.
 
     Each product before it writes its result as the next factor reads it. To XLA these are products of many small
-    matrices, for it would transpose the result of one with a single matrix in a pass of its own.
+    matrices, for it would transpose the result of one with a single matrix in a pass of its own. Of a single factor,
+    sums would compute the rows as often as they read them.
     """
     count, block = rows.shape
-    if rows.dtype != jnp.float32 or rows.size < MANY:
-        return _backward(rows)
     factors = _factors(block)
+    if rows.dtype != jnp.float32 or rows.size < MANY or len(factors) == 1:
+        return _backward(rows)
     for f, after in itertools.pairwise(factors):
         rows = rows.reshape(count, after, block // (f * after), f)
         rows = jnp.einsum("mgca,mbga->mgcb", _many(f, count, rows.shape[2]), rows, precision=EXACT)
@@ -213,13 +221,15 @@ def _sums(rows: Array) -> Array:
     """Short rows times H / sqrt(f), by additions: [m, f] -> [m, f].
 
     An entry of a row is a sum of all its entries, each read by itself: a GPU's loop makes four neighbours at a time,
-    reads the row once for them, in words of 16 bytes, and has all sums but the last two in common. (XLA would write
-    slices that it reads so often, and so would it vectors of signs for four neighbours and more.)
+    reads the row once for them, in words of 16 bytes, and has all sums but the last two in common. XLA would write
+    columns that are cut out, and vectors of signs for more than four neighbours. Numbers of rows that it knew would
+    be a table of 2 m f numbers in the program, and columns gathered without them would lie across.
     """
     count, f = rows.shape
     near = min(f, 4)
     shape = (count, f // near, near)
-    read = lambda i: rows.at[:, jnp.full((f,), i, jnp.int32)].get(mode="promise_in_bounds")
+    row = materialized(lax.iota(jnp.int32, count))[:, None]
+    read = lambda i: rows.at[row, jnp.full((1, f), i, jnp.int32)].get(mode="promise_in_bounds")
     parts = [read(i).reshape(shape) for i in range(f)]
     far, close = (lax.broadcasted_iota(U32, shape, axis) for axis in (1, 2))
     half = f // 2

@@ -7,11 +7,12 @@ import oracles_rotations as oracle
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from jitted import roundtrip
+from jitted import made_for, roundtrip
 from variants import variants
 
 import jaxcomp as jc
 from jaxcomp.base import State, accumulate
+from jaxcomp.compressors import hadamard
 from jaxcomp.compressors.eden import ERRORS, centroids, distortion
 from jaxcomp.compressors.hadamard import rotation_of
 
@@ -255,3 +256,22 @@ def test_mean_on_the_wire_in_one_bit(key, seed):
     run = jax.jit(jax.vmap(lambda x: jc.collectives.pmean(x, "data", wire=jc.eden(4), key=key), axis_name="data"))
     mean = np.asarray(x).mean(0)
     assert np.sum(np.square(run(x)[0] - mean)) < 0.03 * np.sum(np.square(mean))
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize(("bits", "d", "block"), [(4, 3772, 1024), (8, 20_000, 8192)])
+def test_accelerators_rotate_and_code_the_same(bits, d, block, platform, key, seed, monkeypatch):
+    """By products in exact pieces, sums of rows, and tables; where a sum is rounded otherwise a code may differ."""
+    monkeypatch.setattr(hadamard, "MANY", 0)
+    x, compressor, rotation = jnp.asarray(vector(seed, d)), jc.eden(bits, block=block), rotation_of(d, block)
+
+    def run(x):
+        y = rotation.forward(x, key)
+        return y, rotation.backward(y, key), jc.roundtrip(compressor, x, key=key)[0]
+
+    here, there = jax.jit(run)(x), made_for(platform, run, x)
+    size = float(jnp.max(jnp.abs(x)))
+    for found, want in zip(there[:2], here[:2], strict=True):
+        np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5 * size)
+    errors = [float(jnp.sum((found - x) ** 2)) for found in (here[2], there[2])]
+    assert errors[0] == pytest.approx(errors[1], rel=1e-3)

@@ -77,3 +77,41 @@ def test_seconds_are_the_longest_of_memory_and_launch():
     assert found.seconds(1e12, 1e12, launch=1.0, wait=10.0) == pytest.approx(found.launches + 20)
     slow = found.seconds(1e3, 1e12, launch=0.0, wait=0.0)
     assert slow == pytest.approx(found.bytes / 1e3)
+
+
+PLACES = f"""HloModule jit_g, is_scheduled=true
+
+%column (p0: f32[1024,1024], p1: s32[1024]) -> f32[1024,64,1] {{
+  %p0 = f32[1024,1024]{{1,0}} parameter(0)
+  %p1 = s32[1024]{{0}} parameter(1)
+  %rows = s32[1024,64,1]{{2,1,0}} broadcast(%p1), dimensions={{0}}
+  %place = s32[] constant(7)
+  %columns = s32[1024,64,1]{{2,1,0}} broadcast(%place), dimensions={{}}
+  %both = s32[1024,64,2]{{2,1,0}} concatenate(%rows, %columns), dimensions={{2}}
+  ROOT %gather = f32[1024,64,1]{{2,1,0}} gather(%p0, %both), offset_dims={{2}}, slice_sizes={{1,1}}
+}}
+
+%spread (p0.1: f32[100], p1.1: s32[{N}], p2: f32[{N}]) -> f32[100] {{
+  %p0.1 = f32[100]{{0}} parameter(0)
+  %p1.1 = s32[{N}]{{0}} parameter(1)
+  %p2 = f32[{N}]{{0}} parameter(2)
+  ROOT %scatter = f32[100]{{0}} scatter(%p0.1, %p1.1, %p2), update_window_dims={{}}, unique_indices=true, to_apply=%add
+}}
+
+ENTRY %main (x: f32[1024,1024], row: s32[1024], y: f32[100], at: s32[{N}], updates: f32[{N}]) -> f32[100] {{
+  %x = f32[1024,1024]{{1,0}} parameter(0)
+  %row = s32[1024]{{0}} parameter(1)
+  %y = f32[100]{{0}} parameter(2)
+  %at = s32[{N}]{{0}} parameter(3)
+  %updates = f32[{N}]{{0}} parameter(4)
+  %fusion = f32[1024,64,1]{{2,1,0}} fusion(%x, %row), kind=kLoop, calls=%column
+  ROOT %fusion.1 = f32[100]{{0}} fusion(%y, %at, %updates), kind=kInput, calls=%spread
+}}
+"""
+
+
+def test_neighbours_share_what_they_read_and_no_place_is_written_twice():
+    """A column that is read 64 times over, with the numbers of its rows; 100 places for many updates."""
+    column, spread = counted(PLACES).kernels
+    assert (column.read, column.written) == (4096 + 4096, 4 * 64 * 1024)
+    assert (spread.read, spread.written) == (8 * N, 100 * SECTOR)
