@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.arrays import bounded, finite, wide
+from jaxcomp.backend import form, materialized
 from jaxcomp.base import Compressor, Spec, on_vectors
 from jaxcomp.checks import check_like, is_whole
 from jaxcomp.compressors.blocks import Blocks, blocks_of
@@ -142,7 +143,21 @@ def _unit(rows: Array) -> Array:
 
 def _means(rows: Array, codes: Array, real: Array, before: Array) -> Array:
     """Mean of the entries of each bin of each row, [b, count]; what was `before` for empty ones."""
-    inside = real[:, None] & (codes[:, None] == np.arange(before.shape[1], dtype=np.int32)[None, :, None])
-    sizes = jnp.sum(inside, axis=2, dtype=rows.dtype)
-    sums = jnp.sum(jnp.where(inside, rows[:, None], 0), axis=2)
+    sizes, sums = form(_bins, on_gpu=_bins_in_one_pass)(rows, codes, real, before.shape[1])
     return jnp.where(sizes > 0, sums / jnp.maximum(sizes, 1), before)
+
+
+def _bins(rows: Array, codes: Array, real: Array, count: int) -> tuple[Array, Array]:
+    """How many entries of each row are in each bin, and their sums, [b, count]."""
+    inside = real[:, None] & (codes[:, None] == np.arange(count, dtype=np.int32)[None, :, None])
+    return jnp.sum(inside, axis=2, dtype=rows.dtype), jnp.sum(jnp.where(inside, rows[:, None], 0), axis=2)
+
+
+def _bins_in_one_pass(rows: Array, codes: Array, real: Array, count: int) -> tuple[Array, Array]:
+    """The same for GPUs, as one sum of many numbers: XLA would write a mask for each bin, and compile for 16 s."""
+    codes = materialized(codes.astype(jnp.uint8))
+    inside = [real & (codes == i) for i in range(count)]
+    each = [a.astype(rows.dtype) for a in inside] + [jnp.where(a, rows, 0) for a in inside]
+    zeros = [jnp.zeros((), rows.dtype)] * len(each)
+    sums = lax.reduce(each, zeros, lambda a, b: [x + y for x, y in zip(a, b, strict=True)], [1])
+    return jnp.stack(sums[:count], axis=1), jnp.stack(sums[count:], axis=1)

@@ -179,42 +179,42 @@ def _backward(rows: Array) -> Array:
     return rows.reshape(count, block)
 
 
-def _forward_by_blocks(rows: Array) -> Array:
-    """The same on a GPU. The last product is to XLA one of many small matrices: so it writes each block as its reader
-    makes it, divided by a number of its own or in another dtype.
+def _forward_in_place(rows: Array) -> Array:
+    """The same on a GPU, for three factors and more: the products in between leave their results where they read.
+
+    To XLA these are products of many small matrices: the result of one with a single matrix it would transpose, in a
+    pass of its own.
     """
     count, block = rows.shape
-    if rows.dtype != jnp.float32 or rows.size < MANY:
-        return _forward(rows)
     factors = _factors(block)
-    for f in reversed(factors[1:]):
-        rows = _times(rows.reshape(count, block // f, f), f).swapaxes(1, 2)
-    f = factors[0]
-    rows = jnp.einsum("mba,mac->mbc", rows.reshape(count, block // f, f), _many(f, count), precision=EXACT)
-    return rows.reshape(count, block) * jnp.float32(1 / math.sqrt(f))
+    if rows.dtype != jnp.float32 or rows.size < MANY or len(factors) < 3:
+        return _forward(rows)
+    rows, after = _times(rows.reshape(-1, factors[-1]), factors[-1]), factors[-1]
+    for f in reversed(factors[1:-1]):
+        rows, after = _each("mca,mar->mcr", rows.reshape(-1, f, after), f), f * after
+    return _each("mca,mar->mrc", rows.reshape(count, factors[0], after), factors[0]).reshape(count, block)
 
 
-def _backward_in_one_pass_less(rows: Array) -> Array:
-    """The same on a GPU, where the last product is not one, but sums in the loop that flips signs behind it.
-
-    Each product before it writes its result as the next factor reads it. To XLA these are products of many small
-    matrices, for it would transpose the result of one with a single matrix in a pass of its own. Of a single factor,
-    sums would compute the rows as often as they read them.
+def _backward_in_place(rows: Array) -> Array:
+    """Its inverse, from two factors on: the last product is not one, but sums in the loop that flips signs behind it.
+    Of a single factor, sums would compute the rows as often as they read them.
     """
     count, block = rows.shape
     factors = _factors(block)
     if rows.dtype != jnp.float32 or rows.size < MANY or len(factors) == 1:
         return _backward(rows)
-    for f, after in itertools.pairwise(factors):
-        rows = rows.reshape(count, after, block // (f * after), f)
-        rows = jnp.einsum("mgca,mbga->mgcb", _many(f, count, rows.shape[2]), rows, precision=EXACT)
-        rows *= jnp.float32(1 / math.sqrt(f))
+    after = block // factors[0]
+    rows = _each("mca,mra->mcr", rows.reshape(count, after, factors[0]), factors[0])
+    for f in factors[1:-1]:
+        after //= f
+        rows = _each("mca,mar->mcr", rows.reshape(-1, f, after), f)
     return _sums(rows.reshape(-1, factors[-1])).reshape(count, block)
 
 
-def _many(size: int, *counts: int) -> Array:
-    """The matrix of signs, once for each of so many products."""
-    return jnp.broadcast_to(jnp.sign(_matrix(size, jnp.float32)), (*counts, size, size))
+def _each(how: str, rows: Array, size: int) -> Array:
+    """Products H / sqrt(size) with each of many small matrices."""
+    signs = jnp.broadcast_to(jnp.sign(_matrix(size, rows.dtype)), (rows.shape[0], size, size))
+    return jnp.einsum(how, signs, rows, precision=EXACT) * jnp.float32(1 / math.sqrt(size))
 
 
 def _sums(rows: Array) -> Array:
@@ -251,9 +251,9 @@ def _flipped(x: Array, words: Array) -> Array:
 def _blockwise(x: Array, words: Array, block: int, forward: bool) -> Array:
     """Transforms whole blocks, [m B]."""
     if forward:
-        turn = form(_forward, on_gpu=_forward_by_blocks)
+        turn = form(_forward, on_gpu=_forward_in_place)
     else:
-        turn = form(_backward, on_gpu=_backward_in_one_pass_less)
+        turn = form(_backward, on_gpu=_backward_in_place)
 
     def some(args: tuple[Array, Array]) -> Array:
         x, words = args

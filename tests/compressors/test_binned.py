@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jitted import roundtrip
+from jitted import made_for, roundtrip
 
 import jaxcomp as jc
 
@@ -86,3 +86,12 @@ def test_sparse_loco_message(key):
 def test_errors(arguments):
     with pytest.raises(ValueError, match=f"binned: {next(iter(arguments))} must be an integer in"):
         jc.binned(**arguments)
+
+
+@pytest.mark.parametrize("bits", [1, 4])
+def test_a_gpu_fills_the_bins_in_one_sum(bits, key, seed):
+    x, compressor = jnp.asarray(np.random.default_rng(seed).laplace(size=3000).astype(np.float32)), jc.binned(bits)
+    run = lambda x: jc.roundtrip(compressor, x, key=key)
+    (here, sent), (there, found) = jax.jit(run)(x), made_for("gpu", run, x)
+    np.testing.assert_allclose(there, here, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(found.words, sent.words)
