@@ -29,8 +29,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.arrays import bounded, finite, key_data, like_of, wide, zeros_like
-from jaxcomp.backend import end_to_end, fold, form, materialized, side_by_side, zeros_if_shape
+from jaxcomp.arrays import bounded, finite, key_data, wide
+from jaxcomp.backend import (
+    end_to_end,
+    fold,
+    fold_in_one_pass,
+    form,
+    materialized,
+    side_by_side,
+    zeros_if_shape,
+)
 from jaxcomp.base import Compressor, Spec, State, on_vectors
 from jaxcomp.checks import check_like
 from jaxcomp.compressors.hadamard import rotation_of
@@ -319,7 +327,7 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
         return payload, state.local
 
     def rotated(payload, size, unit):
-        """S c, what was sent of the rotated vector, times a power of two."""
+        """S c, what was sent of the rotated vector, in its pieces, times a power of two."""
         rotation = rotation_of(size, block)
         first, rest = payload.parts if isinstance(payload, Several) else (payload, None)
         counts = [rows * code.first(length) for rows, length in rotation.shapes]
@@ -334,27 +342,35 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
             scale = finite(first.norms[start:stop]).astype(unit.dtype)[:, None] * unit
             parts.append(code.decode(here, more, shape, unit.dtype) * scale)
             start = stop
-        return end_to_end(parts, unit.dtype)
+        return parts
 
     def decompress(payload, shared, like):
-        unit = _room(payload, wide(like.dtype))
-        x = rotation_of(like.size, block).backward(rotated(payload, like.size, unit), key_of(shared))
+        rotation, unit = rotation_of(like.size, block), _room(payload, wide(like.dtype))
+        x = rotation.backward_of_pieces(rotated(payload, like.size, unit), key_of(shared), unit.dtype)
         return bounded(bounded(x / unit), like.dtype)
 
     def add(total, payloads, weights, shared):
-        rotation = rotation_of(total.shape[0], block)
-        workers, unit = jax.tree.leaves(payloads)[0].shape[0], _room(payloads, total.dtype)
+        size, dtype = total.shape[0], total.dtype
+        rotation, unit = rotation_of(size, block), _room(payloads, dtype)
+        back = lambda pieces, shared: rotation.backward_of_pieces(pieces, key_of(shared), dtype) / unit
         times = lambda y, weight: y if weight is None else y * weight.astype(y.dtype)
 
-        def add_one(total, message):
+        def add_turned_back(total, message):
             payload, weight, worker = message
-            y = times(rotated(payload, total.shape[0], unit), weight)
-            return total + (bounded(rotation.backward(y, key_of(shared.of(worker, ()))) / unit) if per_worker else y)
+            pieces = [times(piece, weight) for piece in rotated(payload, size, unit)]
+            return total + bounded(back(pieces, shared.of(worker, ())))
 
-        total = zeros_if_shape(total, payloads)
-        start = total if per_worker else zeros_like(like_of(total))
-        done = fold(add_one, start, (payloads, weights, jnp.arange(workers)))
-        return bounded(done if per_worker else total + rotation.backward(done, key_of(shared)) / unit)
+        def add_pieces(total, message):
+            payload, weight = message
+            return [a + times(b, weight) for a, b in zip(total, rotated(payload, size, unit), strict=True)]
+
+        if per_worker:
+            workers = jnp.arange(jax.tree.leaves(payloads)[0].shape[0])
+            return bounded(fold(add_turned_back, total, (payloads, weights, workers)))
+        pieces = [jax.ShapeDtypeStruct(shape, dtype) for shape in rotation.shapes]
+        done = fold_in_one_pass(add_pieces, pieces, (payloads, weights))
+        # A vector of its own: each leaf that is cut out of it would be a loop of sums to compile.
+        return materialized(bounded(zeros_if_shape(total, payloads) + back(done, shared)))
 
     return on_vectors(
         init=init,

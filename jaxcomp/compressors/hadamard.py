@@ -15,10 +15,12 @@ Khinchine's inequality its moments are at most those of a normal number of the s
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxcomp.backend import end_to_end, form, in_tiles, materialized
@@ -65,24 +67,32 @@ class Rotation(NamedTuple):
 
     def backward(self, y: Array, key: Array) -> Array:
         """R^T y."""
+        stops = np.cumsum([math.prod(shape) for shape in self.shapes]).tolist()
+        each = zip([0, *stops], stops, self.shapes, strict=False)
+        return self.backward_of_pieces([y[start:stop].reshape(shape) for start, stop, shape in each], key, y.dtype)
+
+    def backward_of_pieces(self, pieces: Sequence[Array], key: Array, dtype: Any) -> Array:
+        """The same of a vector in pieces: the inverse of `forward_in_pieces`."""
         if not self.size:
-            return y
+            return jnp.zeros((0,), dtype)
         first, second = self._signs(key)
+        flat = [piece.reshape(-1) for piece in pieces]
         if not self.tail:
-            return _blockwise(y, first, self.block, False)
+            return _blockwise(flat[0], first, self.block, False)
         start, stop = self._alone
-        last = _blockwise(y[-self.block :], second, self.block, False)
-        rest = jnp.concatenate([y[start : self.size - self.block], last])
-        most = _blockwise(y[:start], first[: start // 32], self.block, False)
+        *most, tail, last = flat
+        rest = [tail, _blockwise(last, second, self.block, False)]
+        rest = jnp.concatenate(rest if start else [*most, *rest])
         block = _blockwise(rest[: stop - start], first[start // 32 :], self.block, False)
-        return end_to_end([most, block, rest[stop - start :]], y.dtype)
+        whole = [_blockwise(most[0], first[: start // 32], self.block, False)] if start else []
+        return end_to_end([*whole, block, rest[stop - start :]], dtype)
 
     @property
     def _alone(self) -> tuple[int, int]:
         """Ends of the last whole block, which is rotated by itself, so that a reader of the others reads what the
         products wrote, not a part of it; of all, where words of signs would be cut."""
         stop = self.rows * self.block
-        return (stop - self.block if self.block >= 32 else 0), stop
+        return (stop - self.block if self.block >= 32 and self.rows > 1 else 0), stop
 
     def _signs(self, key: Array) -> tuple[Array, Array]:
         """Bits of the signs of all whole blocks, and of the last one."""
@@ -228,9 +238,11 @@ def _sums(rows: Array) -> Array:
     count, f = rows.shape
     near = min(f, 4)
     shape = (count, f // near, near)
-    row = materialized(lax.iota(jnp.int32, count))[:, None]
-    read = lambda i: rows.at[row, jnp.full((1, f), i, jnp.int32)].get(mode="promise_in_bounds")
-    parts = [read(i).reshape(shape) for i in range(f)]
+    row = lax.broadcast_in_dim(materialized(lax.iota(jnp.int32, count)), (count, f, 1), (0,))
+    by = lax.GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(0, 1), start_index_map=(0, 1))
+    at = lambda i: lax.concatenate([row, lax.full((count, f, 1), i, jnp.int32)], 2)
+    read = lambda i: lax.gather(rows, at(i), by, (1, 1), mode="promise_in_bounds").reshape(shape)
+    parts = [read(i) for i in range(f)]
     far, close = (lax.broadcasted_iota(U32, shape, axis) for axis in (1, 2))
     half = f // 2
     while half:
