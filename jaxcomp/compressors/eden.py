@@ -42,7 +42,7 @@ from jaxcomp.backend import (
 from jaxcomp.base import Compressor, Spec, State, on_vectors
 from jaxcomp.checks import check_like
 from jaxcomp.compressors.hadamard import rotation_of
-from jaxcomp.compressors.rotate import BLOCK, Rotated, check_block, clipped, key_of
+from jaxcomp.compressors.rotate import BLOCK, Rotated, check_block, clipped, key_of, layout_of
 from jaxcomp.factories import factory
 from jaxcomp.norms import max_abs
 from jaxcomp.packing import pack, unpack
@@ -241,7 +241,8 @@ def _eden(name: str, bits: float, block: int, scale: str, per_worker: bool) -> C
     written += (["least_squares"] if scale != "unbiased" else []) + (["per_worker"] if per_worker else [])
     cure = 'Over Hadamard rotations it is not exactly unbiased; scale="least_squares" contracts.'
     known = (lambda d: alpha if d else 1.0) if alpha > 0 else None
-    spec = Spec(f"{name}({', '.join(written)})", omega=None, alpha=known, linear=False, remedy=cure)
+    shown = f"{name}({', '.join(written)})"
+    spec = Spec(shown, omega=None, alpha=known, linear=False, layout=layout_of(block), remedy=cure)
     return _compressor(spec, _Code(bits), block, None if scale != "unbiased" else least, per_worker)
 
 

@@ -6,16 +6,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.arrays import bounded, finite, key_data, wide, wrap_key
-from jaxcomp.backend import fold, zeros_if_shape
+from jaxcomp.backend import fold, materialized, zeros_if_shape
 from jaxcomp.base import Compressor, State, accumulate, advance, check_compressor, for_worker, on_vectors
 from jaxcomp.checks import is_integer
 from jaxcomp.compressors.hadamard import Rotation, rotation_of
 from jaxcomp.factories import factory
+from jaxcomp.groups import Layout
 
-__all__ = ["Rotated", "check_block", "clipped", "key_of", "rotate"]
+__all__ = ["Rotated", "check_block", "clipped", "key_of", "layout_of", "rotate"]
 
 Array = jax.Array
 BLOCK = 4096
+FILLED = 2**14  # entries: up to this block, long vectors are filled up to whole ones
 
 
 class Rotated(NamedTuple):
@@ -46,6 +48,11 @@ def check_block(name: str, block: int) -> int:
     if not is_integer(block, 2) or block & (block - 1) or block > 2**24:
         raise ValueError(f"{name}: block must be a power of two, 2 .. 2^24; got {block!r}")
     return int(block)
+
+
+def layout_of(block: int) -> Layout:
+    """Whole blocks: what is left over takes a program of its own."""
+    return Layout(multiple=max(block, 1024) if block <= FILLED else 1024)
 
 
 def clipped(x: Array) -> Array:
@@ -114,7 +121,8 @@ def rotate(compressor: Compressor, *, block: int = BLOCK, per_worker: bool = Fal
         rotation, total = rotation_of(total.shape[0], block), zeros_if_shape(total, payloads)
         if not per_worker:
             y = accumulate(compressor, _wide(total), payloads, weights, shared.inner)
-            return bounded(total + rotation.backward(y, key_of(shared)).astype(total.dtype))
+            # A vector of its own: each leaf that is cut out of it would be a loop of sums to compile.
+            return materialized(bounded(total + rotation.backward(y, key_of(shared)).astype(total.dtype)))
         return _one_by_one(compressor, rotation, pick, total, payloads, weights, shared)
 
     def pick(shared, worker, workers):
@@ -127,7 +135,12 @@ def rotate(compressor: Compressor, *, block: int = BLOCK, per_worker: bool = Fal
         init=init,
         compress=compress,
         decompress=decompress,
-        spec=spec._replace(name=name + (", per_worker)" if per_worker else ")"), selects=False, layout=None),
+        spec=spec._replace(
+            name=name + (", per_worker)" if per_worker else ")"),
+            selects=False,
+            entrywise=False,
+            layout=layout_of(block),
+        ),
         accumulate=add,
         advance=lambda shared: shared.next(advance(compressor, shared.inner)),
         lengths=compressor.lengths,
