@@ -528,7 +528,8 @@ def add_each(
         return jax.tree.map(lambda t, x: t + weighted(x.astype(t.dtype), weight), total, x_hat)
 
     workers = jnp.arange(jax.tree.leaves(payloads)[0].shape[0])
-    return fold_in_one_pass(add, total, (payloads, weights, workers), entrywise=entrywise)
+    messages = payloads, weights, workers
+    return fold_in_one_pass(add, total, messages, entrywise=entrywise, one_at_a_time=platform() == "tpu")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from jaxcomp.backend import (
     fold,
     fold_in_one_pass,
     form,
+    lanes,
     materialized,
     side_by_side,
     zeros_if_shape,
@@ -369,7 +370,7 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
             workers = jnp.arange(jax.tree.leaves(payloads)[0].shape[0])
             return bounded(fold(add_turned_back, total, (payloads, weights, workers)))
         pieces = [jax.ShapeDtypeStruct(shape, dtype) for shape in rotation.shapes]
-        done = fold_in_one_pass(add_pieces, pieces, (payloads, weights))
+        done = (fold if lanes() > 1 else fold_in_one_pass)(add_pieces, pieces, (payloads, weights))
         # A vector of its own: each leaf that is cut out of it would be a loop of sums to compile.
         return materialized(bounded(zeros_if_shape(total, payloads) + back(done, shared)))
 

@@ -190,7 +190,7 @@ def _backward(rows: Array) -> Array:
 
 
 def _forward_in_place(rows: Array) -> Array:
-    """The same on a GPU, for three factors and more: the products in between leave their results where they read.
+    """`_forward` on a GPU: for three factors and more, the products in between leave their results where they read.
 
     To XLA these are products of many small matrices: the result of one with a single matrix it would transpose, in a
     pass of its own.
@@ -206,8 +206,8 @@ def _forward_in_place(rows: Array) -> Array:
 
 
 def _backward_in_place(rows: Array) -> Array:
-    """Its inverse, from two factors on: the last product is not one, but sums in the loop that flips signs behind it.
-    Of a single factor, sums would compute the rows as often as they read them.
+    """`_backward` on a GPU: for two factors and more, the last product is not one, but sums in the loop that flips signs
+    behind it. Of a single factor, sums would compute the rows as often as they read them.
     """
     count, block = rows.shape
     factors = _factors(block)
