@@ -206,8 +206,8 @@ def _forward_in_place(rows: Array) -> Array:
 
 
 def _backward_in_place(rows: Array) -> Array:
-    """`_backward` on a GPU: for two factors and more, the last product is not one, but sums in the loop that flips signs
-    behind it. Of a single factor, sums would compute the rows as often as they read them.
+    """`_backward` on a GPU: for two factors and more, the last product is not one, but sums in the loop that flips
+    signs behind it. Of a single factor, sums would compute the rows as often as they read them.
     """
     count, block = rows.shape
     factors = _factors(block)
