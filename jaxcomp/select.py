@@ -159,10 +159,11 @@ def _written(words: Array, capacity: int, size: int) -> tuple[Array, Array]:
     ends = jnp.cumsum(counts, dtype=I32)
     words, lane = words[:, None], lax.iota(U32, 32)[None]
     below = lax.population_count(words & ((U32(1) << lane) - U32(1))).astype(I32)
-    place = jnp.where((words >> lane) & U32(1) > 0, (ends - counts)[:, None] + below, capacity).reshape(-1)
+    number = lax.iota(U32, 32 * words.shape[0])
+    place = ((ends - counts)[:, None] + below).reshape(-1).astype(U32)
+    place = jnp.where(((words >> lane) & U32(1)).reshape(-1) > 0, place, U32(capacity) + number)  # beyond all: dropped
     indices = jnp.full((capacity,), size, I32)
-    numbers = lax.iota(I32, place.shape[0])
-    return indices.at[place].set(numbers, mode="drop", unique_indices=True), ends[-1]
+    return indices.at[place].set(number.astype(I32), mode="drop", unique_indices=True), ends[-1]
 
 
 def _found(words: Array, capacity: int, size: int) -> tuple[Array, Array]:

@@ -35,7 +35,6 @@ from jaxcomp.backend import (
     fold,
     fold_in_one_pass,
     form,
-    lanes,
     materialized,
     side_by_side,
     zeros_if_shape,
@@ -43,7 +42,7 @@ from jaxcomp.backend import (
 from jaxcomp.base import Compressor, Spec, State, on_vectors
 from jaxcomp.checks import check_like
 from jaxcomp.compressors.hadamard import rotation_of
-from jaxcomp.compressors.rotate import BLOCK, Rotated, check_block, clipped, key_of, layout_of
+from jaxcomp.compressors.rotate import BLOCK, Rotated, check_block, clipped, filled_up, key_of
 from jaxcomp.factories import factory
 from jaxcomp.norms import max_abs
 from jaxcomp.packing import pack, unpack
@@ -120,7 +119,7 @@ def _errors(bits: float) -> float:
 
 def _encode(y: Array, bits: int) -> tuple[Array, Array]:
     """Codes u32 of the nearest centroids (magnitude, then sign in the last bit), and their magnitudes."""
-    by_tables = _found if bits > FEW else None
+    by_tables = _looked_up if bits > FEW else None
     level, value = form(_compared, on_cpu=by_tables, on_gpu=by_tables)(y, bits)
     return level * jnp.uint32(2) + (y < 0).astype(jnp.uint32), value
 
@@ -137,19 +136,20 @@ def _compared(y: Array, bits: int) -> tuple[Array, Array]:
     return level, value
 
 
-def _found(y: Array, bits: int) -> tuple[Array, Array]:
-    """The same by tables: so many limits lie below a cell of equal width, and at most one within it.
+def _looked_up(y: Array, bits: int) -> tuple[Array, Array]:
+    """The same, with limits in f32, by tables, for 3 bits and more. Magnitudes are cut into cells of equal width, with
+    at most one limit within: a table has the number of limits below each cell, and a comparison decides the last one.
 
-    For 8 bits a GPU would write the 127 comparisons, which take 26 times the memory of the vector.
+    For 8 bits a GPU would write the results of 127 comparisons, which take 26 times the memory of the vector.
     """
     table = np.array(centroids(bits))
     limits = ((table[1:] + table[:-1]) / 2).astype(np.float32)
-    cells = 2.0 ** math.ceil(-math.log2(np.diff(limits).min(initial=1.0)))  # in a unit
+    cells = 2.0 ** math.ceil(-math.log2(np.diff(limits).min()))  # between 0 and 1
     starts = np.arange(math.ceil(cells * limits[-1]) + 1, dtype=np.float32) / np.float32(cells)
     of = lambda numbers, i: jnp.asarray(numbers).at[i].get(mode="promise_in_bounds")
     size = jnp.abs(y)
     cell = jnp.minimum(size * jnp.asarray(cells, y.dtype), jnp.asarray(len(starts) - 1, y.dtype)).astype(jnp.int32)
-    below = of(np.searchsorted(limits, starts).astype(np.int32), cell)
+    below = of(np.searchsorted(limits, starts).astype(np.int32), jnp.maximum(cell, 0))  # a NaN can be any integer
     level = below + (size > of(np.append(limits, np.inf).astype(y.dtype), below)).astype(jnp.int32)
     return level.astype(jnp.uint32), of(table.astype(y.dtype), level)
 
@@ -213,7 +213,8 @@ def eden(bits: float, *, block: int = BLOCK, scale: str = "unbiased", per_worker
 
     Returns:
         Compressor with payload `Quantized`, whose norms are the scales; with fractions above one bit `Several` of two
-        of them, of which the first has the scales.
+        of them, of which the first has the scales. Whole blocks, what is left of the last one, and the last B entries
+        have words of their own, side by side.
 
     Raises:
         ValueError: bits, block or scale out of range.
@@ -243,7 +244,7 @@ def _eden(name: str, bits: float, block: int, scale: str, per_worker: bool) -> C
     cure = 'Over Hadamard rotations it is not exactly unbiased; scale="least_squares" contracts.'
     known = (lambda d: alpha if d else 1.0) if alpha > 0 else None
     shown = f"{name}({', '.join(written)})"
-    spec = Spec(shown, omega=None, alpha=known, linear=False, layout=layout_of(block), remedy=cure)
+    spec = Spec(shown, omega=None, alpha=known, linear=False, layout=filled_up(block), remedy=cure)
     return _compressor(spec, _Code(bits), block, None if scale != "unbiased" else least, per_worker)
 
 
@@ -271,7 +272,7 @@ class _Code:
         whole = jnp.concatenate([values, more], axis=1) if rest.shape[1] else values
         return codes.reshape(-1), others.reshape(-1), whole
 
-    def decode(self, codes: Array, others: Array, shape: tuple[int, int], dtype: Any) -> Array:
+    def decode(self, codes: Array, others: Array | None, shape: tuple[int, int], dtype: Any) -> Array:
         """The centroids, [rows, length]."""
         rows, length = shape
         count = self.first(length)
@@ -279,7 +280,7 @@ class _Code:
         if count == length:
             return high
         left = (rows, length - count)
-        low = _decode(others.reshape(left), self.low, dtype) if self.low else jnp.zeros(left, dtype)
+        low = jnp.zeros(left, dtype) if others is None else _decode(others.reshape(left), self.low, dtype)
         return jnp.concatenate([high, low], axis=1)
 
 
@@ -337,7 +338,7 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
         check_like(spec.name, first.words.shape, (code.high, sum(_groups(counts))))
         check_like(spec.name, first.norms.shape, (rotation.pieces,))
         codes = _unpacked(first.words, counts)
-        others = codes if rest is None else _unpacked(rest.words, left)
+        others = [None] * len(codes) if rest is None else _unpacked(rest.words, left)
         parts, start = [], 0
         for shape, here, more in zip(rotation.shapes, codes, others, strict=True):
             stop = start + shape[0]
@@ -370,7 +371,8 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
             workers = jnp.arange(jax.tree.leaves(payloads)[0].shape[0])
             return bounded(fold(add_turned_back, total, (payloads, weights, workers)))
         pieces = [jax.ShapeDtypeStruct(shape, dtype) for shape in rotation.shapes]
-        done = (fold if lanes() > 1 else fold_in_one_pass)(add_pieces, pieces, (payloads, weights))
+        added = form(fold, on_cpu=fold_in_one_pass, on_gpu=fold_in_one_pass)  # a TPU would hold all that are decoded
+        done = added(add_pieces, pieces, (payloads, weights))
         # A vector of its own: each leaf that is cut out of it would be a loop of sums to compile.
         return materialized(bounded(zeros_if_shape(total, payloads) + back(done, shared)))
 

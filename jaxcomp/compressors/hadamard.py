@@ -50,7 +50,9 @@ class Rotation(NamedTuple):
         return end_to_end(self.forward_in_pieces(x, key), x.dtype)
 
     def forward_in_pieces(self, x: Array, key: Array) -> list[Array]:
-        """The same, cut into its pieces (see below), those of equal length as the rows of one matrix."""
+        """The same, cut into pieces whose entries have one distribution, those of equal length as the rows of one
+        matrix: whole blocks, what was left of the last of them, and the last B entries.
+        """
         if not self.size:
             return []
         first, second = self._signs(key)
@@ -78,7 +80,7 @@ class Rotation(NamedTuple):
         first, second = self._signs(key)
         flat = [piece.reshape(-1) for piece in pieces]
         if not self.tail:
-            return _blockwise(flat[0], first, self.block, False)
+            return _blockwise(flat[0], first, self.block, False).astype(dtype)
         start, stop = self._alone
         *most, tail, last = flat
         rest = [tail, _blockwise(last, second, self.block, False)]
@@ -89,8 +91,10 @@ class Rotation(NamedTuple):
 
     @property
     def _alone(self) -> tuple[int, int]:
-        """Ends of the last whole block, which is rotated by itself, so that a reader of the others reads what the
-        products wrote, not a part of it; of all, where words of signs would be cut."""
+        """Where the last whole block begins and ends, which is rotated by itself, so that a reader of the others reads
+        what the products wrote, not a part of it. Where there is no other one, or words of signs would be cut, all
+        whole blocks are rotated together, from 0 on.
+        """
         stop = self.rows * self.block
         return (stop - self.block if self.block >= 32 and self.rows > 1 else 0), stop
 
@@ -99,12 +103,9 @@ class Rotation(NamedTuple):
         words = random_bits(key, -(-self.rows * self.block // 32) + -(-self.block // 32))
         return words[: -(-self.rows * self.block // 32)], words[-(-self.block // 32) :]
 
-    # Pieces of a rotated vector whose entries have one distribution: whole blocks, what was left of the last of them,
-    # and the last B entries.
-
     @property
     def pieces(self) -> int:
-        """How many there are."""
+        """How many pieces there are."""
         return self.rows + (self.tail > 0)
 
     @property
@@ -112,7 +113,8 @@ class Rotation(NamedTuple):
         """Shapes of the matrices of `forward_in_pieces`: how many pieces, and their length."""
         if not self.tail:
             return [(self.rows, self.block)] if self.rows else []
-        return [(self.rows - 1, self.block)] * (self.rows > 1) + [(1, self.tail), (1, self.block)]
+        whole = [(self.rows - 1, self.block)] if self.rows > 1 else []
+        return [*whole, (1, self.tail), (1, self.block)]
 
     def deviations(self, x: Array, pieces: list[Array]) -> list[Array]:
         """Root mean square of the blocks of which the pieces are parts, [rows] for each matrix of pieces.
@@ -122,7 +124,9 @@ class Rotation(NamedTuple):
         if not self.rows:
             return []
         of = lambda blocks: block_norms(blocks.reshape(-1, self.block), 2) / math.sqrt(self.block)
-        ends = [0, *((self.rows - 1) * self.block,) * (self.rows > 1 and self.tail > 0), self.rows * self.block]
+        ends = [0, self.rows * self.block]
+        if self.tail and self.rows > 1:
+            ends.insert(1, (self.rows - 1) * self.block)
         whole = [of(x[start:stop]) for start, stop in itertools.pairwise(ends)]
         return [*whole, of(pieces[-1])] if self.tail else whole
 

@@ -11,13 +11,12 @@ from jaxcomp.base import Compressor, State, accumulate, advance, check_compresso
 from jaxcomp.checks import is_integer
 from jaxcomp.compressors.hadamard import Rotation, rotation_of
 from jaxcomp.factories import factory
-from jaxcomp.groups import Layout
+from jaxcomp.groups import DEFAULT, Layout
 
-__all__ = ["Rotated", "check_block", "clipped", "key_of", "layout_of", "rotate"]
+__all__ = ["Rotated", "check_block", "clipped", "filled_up", "key_of", "rotate"]
 
 Array = jax.Array
 BLOCK = 4096
-FILLED = 2**14  # entries: up to this block, long vectors are filled up to whole ones
 
 
 class Rotated(NamedTuple):
@@ -50,9 +49,11 @@ def check_block(name: str, block: int) -> int:
     return int(block)
 
 
-def layout_of(block: int) -> Layout:
-    """Whole blocks: what is left over takes a program of its own."""
-    return Layout(multiple=max(block, 1024) if block <= FILLED else 1024)
+def filled_up(block: int, inner: Layout = DEFAULT) -> Layout:
+    """Long vectors of trees are filled up to whole blocks, unless these are longer than usual, or what compresses them
+    is made for one length: the rest takes a program of its own.
+    """
+    return Layout(fixed=inner.fixed, multiple=1 if inner.fixed else max(block, 1024) if block <= BLOCK else 1024)
 
 
 def clipped(x: Array) -> Array:
@@ -71,8 +72,9 @@ def rotate(compressor: Compressor, *, block: int = BLOCK, per_worker: bool = Fal
     normal, whatever x was: few levels serve them well, and a single large entry harms no others.
 
     The signs come from the shared key, are new in each round, and cost no bits. Where d is no multiple of B, the last
-    block overlaps the one before it (`jaxcomp.compressors.hadamard`): nothing is padded. Magnitudes beyond 2^-26 of the
-    largest number saturate, and memories keep the rest.
+    block overlaps the one before it (`jaxcomp.compressors.hadamard`): nothing is padded. (Long vectors of trees are
+    filled up to whole blocks of up to 4096.) Magnitudes beyond 2^-26 of the largest number saturate, and memories keep
+    the rest.
 
     Args:
         compressor: of one array.
@@ -139,7 +141,7 @@ def rotate(compressor: Compressor, *, block: int = BLOCK, per_worker: bool = Fal
             name=name + (", per_worker)" if per_worker else ")"),
             selects=False,
             entrywise=False,
-            layout=layout_of(block),
+            layout=filled_up(block, spec.layout or DEFAULT),
         ),
         accumulate=add,
         advance=lambda shared: shared.next(advance(compressor, shared.inner)),

@@ -67,8 +67,8 @@ QUANTIZED, ELIAS_QUANTIZED, CODED_LEVELS, CODED_NONZEROS = 4, 7, 11, 12
 class Quantized(NamedTuple):
     """norms: f32[b], one per block (b may be 0);  words: u32[w, ceil(d / 32)], codes of w bits, 1 to 32.
 
-    The layout of the words is that of `packing.pack`. A code is the level in zigzag form
-    (0, 1, -1, 2, -2, ... -> 0, 1, 2, 3, 4, ...) for dithering, sign and exponent for natural.
+    The layout of the words is that of `packing.pack`; `eden` has several such vectors side by side. A code is the level
+    in zigzag form (0, 1, -1, 2, -2, ... -> 0, 1, 2, 3, 4, ...) for dithering, sign and exponent for natural.
     """
 
     norms: Array

@@ -2,8 +2,9 @@
 
     magic "JCMP" | version u8 | body length u64 | body | CRC-32 of all before
 
-Version 2 is that. In version 3 the length of a text (varint) and the text, UTF-8, stand before the body: which
-compressors made the message, with their options, such as levels and sizes of blocks.
+Version 2 is that. In version 4 the length of a text (varint) and the text, UTF-8, stand before the body: which
+compressors made the message, with their options, such as levels and sizes of blocks. Version 3 was the same with other
+words of `eden` and `drive`, and is refused.
 All integers are little-endian; `varint` is LEB128 (7 bits per byte, low first, at most 9 bytes).
 A reader takes bytes only after checking that they are there, and makes arrays only within the limits of the whole
 message (`limits`), so nothing is allocated that the message does not pay for.
@@ -18,7 +19,7 @@ from jaxcomp.wire.limits import FREE_BYTES, PAD_BYTES, PART_BYTES, STREAM_BYTES,
 __all__ = ["FRAME_BYTES", "MAGIC", "VERSION", "Reader", "Writer", "opened", "seal", "unseal", "varint"]
 
 MAGIC = b"JCMP"
-PLAIN, VERSION = 2, 3
+PLAIN, VERSION = 2, 4
 MOST_TEXT = 1000  # bytes
 HEADER = struct.Struct("<4sBQ")
 CRC = struct.Struct("<I")

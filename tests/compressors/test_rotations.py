@@ -155,6 +155,16 @@ def test_non_finite_zero_and_huge_entries(key):
             assert all(np.isfinite(np.asarray(a, np.float32)).all() for a in jax.tree.leaves(payload))
 
 
+def test_what_is_made_for_one_length_is_not_filled_up():
+    d = 2**18 + 5
+    compressor = jc.rotate(jc.dithering(steps=np.full(d, 0.3)))
+    tx = jc.compressed_mean(jc.direct(compressor), None)
+    direction, _ = jax.jit(tx.update)(jnp.ones(d), tx.init(jnp.ones(d)))
+    assert direction.shape == (d,)
+    assert jc.eden(4).spec.layout.multiple == jc.rotate(jc.natural()).spec.layout.multiple == 4096
+    assert jc.drive(block=2**14).spec.layout.multiple == 1024
+
+
 def test_wrong_arguments_are_named():
     for make, what in (
         (lambda: jc.eden(0), "bits must be above 0"),

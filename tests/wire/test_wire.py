@@ -240,7 +240,7 @@ def test_errors_name_field_found_and_allowed():
     cases = [
         (b"", "message length must be at least 17 bytes; got 0"),
         (b"NOPE" + message[4:], "magic must be b'JCMP'; got b'NOPE'"),
-        (message[:4] + b"\7" + message[5:], "version must be 2 or 3; got 7"),
+        (message[:4] + b"\7" + message[5:], "version must be 2 or 4; got 7"),
         (message[:-1], "body length must be"),
         (message[:-1] + bytes([message[-1] ^ 1]), "checksum must be"),
     ]
