@@ -91,7 +91,7 @@ class Rotation(NamedTuple):
 
     @property
     def _alone(self) -> tuple[int, int]:
-        """Where the last whole block begins and ends, which is rotated by itself, so that a reader of the others reads
+        """Start and stop of the last whole block, which is rotated by itself, so that a reader of the others reads
         what the products wrote, not a part of it. Where there is no other one, or words of signs would be cut, all
         whole blocks are rotated together, from 0 on.
         """
