@@ -1,4 +1,5 @@
-"""Turns a mask over d entries into sorted indices at a fixed capacity: no sort, no scatter of size d.
+"""Turns a mask over d entries into sorted indices at a fixed capacity: no sort, and but for many of them on a GPU no
+scatter of size d.
 
 1. The mask is packed into d/32 words: one pass over the data, fused with whatever made the mask.
 2. Population counts and their running sum give the rank of the first entry of each word.

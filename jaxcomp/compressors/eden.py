@@ -31,6 +31,7 @@ import numpy as np
 
 from jaxcomp.arrays import bounded, finite, key_data, wide
 from jaxcomp.backend import (
+    cut_apart,
     end_to_end,
     fold,
     fold_in_one_pass,
@@ -387,8 +388,8 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
     )
 
 
-# Codes of each matrix of pieces have words of their own: those of whole blocks are packed as if nothing came after
-# them, whose number of entries has no common factor with anything.
+# The codes of each matrix of pieces are packed by themselves: packing is fast where 1024 divides how many there are,
+# which holds for most whole blocks, and not for a vector with any rest.
 
 
 def _groups(counts: list[int]) -> list[int]:
@@ -401,6 +402,4 @@ def _packed(codes: list[Array], width: int) -> Array:
 
 
 def _unpacked(words: Array, counts: list[int]) -> list[Array]:
-    stops = np.cumsum(_groups(counts)).tolist()
-    each = zip([0, *stops], stops, counts, strict=False)
-    return [unpack(words[:, start:stop], count) for start, stop, count in each]
+    return [unpack(each, count) for each, count in zip(cut_apart(words, _groups(counts)), counts, strict=True)]

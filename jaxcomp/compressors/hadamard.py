@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jaxcomp.backend import end_to_end, form, in_tiles, materialized
+from jaxcomp.backend import cut_apart, end_to_end, form, in_tiles, materialized
 from jaxcomp.hashing import random_bits
 from jaxcomp.norms import block_norms
 
@@ -58,23 +57,21 @@ class Rotation(NamedTuple):
         first, second = self._signs(key)
         if not self.tail:
             return [_blockwise(x, first, self.block, True).reshape(self.rows, self.block)]
-        start, stop = self._alone
+        (start, stop), whole = self._alone, (self.rows - 1) * self.block
         most = _blockwise(x[:start], first[: start // 32], self.block, True)
         rest = _blockwise(x[start:stop], first[start // 32 :], self.block, True)
         rest = jnp.concatenate([rest, x[stop:]])
-        most, rest = (most, rest) if start else (rest[: -self.block - self.tail], rest[-self.block - self.tail :])
+        most, rest = (most if start else rest[:whole]), rest[whole - start :]
         last = _blockwise(rest[self.tail :], second, self.block, True)
         pieces = [most.reshape(self.rows - 1, self.block)] if self.rows > 1 else []
         return [*pieces, rest[None, : self.tail], last[None]]
 
     def backward(self, y: Array, key: Array) -> Array:
         """R^T y."""
-        stops = np.cumsum([math.prod(shape) for shape in self.shapes]).tolist()
-        each = zip([0, *stops], stops, self.shapes, strict=False)
-        return self.backward_of_pieces([y[start:stop].reshape(shape) for start, stop, shape in each], key, y.dtype)
+        return self.backward_of_pieces(cut_apart(y, [math.prod(shape) for shape in self.shapes]), key, y.dtype)
 
     def backward_of_pieces(self, pieces: Sequence[Array], key: Array, dtype: Any) -> Array:
-        """The same of a vector in pieces: the inverse of `forward_in_pieces`."""
+        """The same of a vector in pieces, of any shape: the inverse of `forward_in_pieces`."""
         if not self.size:
             return jnp.zeros((0,), dtype)
         first, second = self._signs(key)
@@ -235,9 +232,10 @@ def _sums(rows: Array) -> Array:
     """Short rows times H / sqrt(f), by additions: [m, f] -> [m, f].
 
     An entry of a row is a sum of all its entries, each read by itself: a GPU's loop makes four neighbours at a time,
-    reads the row once for them, in words of 16 bytes, and has all sums but the last two in common. XLA would write
-    columns that are cut out, and vectors of signs for more than four neighbours. Numbers of rows that it knew would
-    be a table of 2 m f numbers in the program, and columns gathered without them would lie across.
+    reads the row once for them, in words of 16 bytes, and has all sums but the last two in common. Columns are
+    gathered, with signs for at most four neighbours: XLA would write to memory columns that are cut out, and longer
+    signs. Gathered by their number alone, columns would be rows, and this loop transpose them; and if XLA knew the
+    numbers of the rows, it would compute all 2 m f^2 indices while it compiles.
     """
     count, f = rows.shape
     near = min(f, 4)

@@ -50,8 +50,8 @@ def check_block(name: str, block: int) -> int:
 
 
 def filled_up(block: int, inner: Layout = DEFAULT) -> Layout:
-    """Long vectors of trees are filled up to whole blocks, unless these are longer than usual, or what compresses them
-    is made for one length: the rest takes a program of its own.
+    """Long vectors of trees are filled up to whole blocks, or to 1024 entries where blocks are longer than usual: a
+    rest takes a program of its own. Not where what compresses them is made for one length.
     """
     return Layout(fixed=inner.fixed, multiple=1 if inner.fixed else max(block, 1024) if block <= BLOCK else 1024)
 
