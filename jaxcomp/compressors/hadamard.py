@@ -26,7 +26,7 @@ from jaxcomp.backend import cut_apart, end_to_end, form, in_tiles, materialized
 from jaxcomp.hashing import random_bits
 from jaxcomp.norms import block_norms
 
-__all__ = ["Rotation", "rotation_of"]
+__all__ = ["Rotation", "Scaled", "rotation_of"]
 
 Array = jax.Array
 U32 = jnp.uint32
@@ -34,6 +34,17 @@ FACTOR = 6  # log2 of the largest factor
 MANY = 2**20  # entries for which other units pay
 EXACT = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 TILE = 2**18  # entries that are rotated at a time on CPU, in its cache
+
+
+class Scaled(NamedTuple):
+    """Rows times a number each.  rows: [m, B], in float16 if that is exact;  scales: [m], or None for ones."""
+
+    rows: Array
+    scales: Array | None
+
+    @property
+    def values(self) -> Array:
+        return self.rows if self.scales is None else self.rows.astype(self.scales.dtype) * self.scales[:, None]
 
 
 class Rotation(NamedTuple):
@@ -68,22 +79,23 @@ class Rotation(NamedTuple):
 
     def backward(self, y: Array, key: Array) -> Array:
         """R^T y."""
-        return self.backward_of_pieces(cut_apart(y, [math.prod(shape) for shape in self.shapes]), key, y.dtype)
+        pieces = cut_apart(y, [math.prod(shape) for shape in self.shapes])
+        pieces = [Scaled(each.reshape(shape), None) for each, shape in zip(pieces, self.shapes, strict=True)]
+        return self.backward_of_pieces(pieces, key, y.dtype)
 
-    def backward_of_pieces(self, pieces: Sequence[Array], key: Array, dtype: Any) -> Array:
-        """The same of a vector in pieces, of any shape: the inverse of `forward_in_pieces`."""
+    def backward_of_pieces(self, pieces: Sequence[Scaled], key: Array, dtype: Any) -> Array:
+        """The same of a vector in pieces: the inverse of `forward_in_pieces`, in the dtype of the scales."""
         if not self.size:
             return jnp.zeros((0,), dtype)
         first, second = self._signs(key)
-        flat = [piece.reshape(-1) for piece in pieces]
         if not self.tail:
-            return _blockwise(flat[0], first, self.block, False).astype(dtype)
+            return _rows_back(pieces[0], first).astype(dtype)
         start, stop = self._alone
-        *most, tail, last = flat
-        rest = [tail, _blockwise(last, second, self.block, False)]
-        rest = jnp.concatenate(rest if start else [*most, *rest])
+        *most, tail, last = pieces
+        rest = [tail.values.reshape(-1), _rows_back(last, second)]
+        rest = jnp.concatenate(rest if start else [*(piece.values.reshape(-1) for piece in most), *rest])
         block = _blockwise(rest[: stop - start], first[start // 32 :], self.block, False)
-        whole = [_blockwise(most[0], first[: start // 32], self.block, False)] if start else []
+        whole = [_rows_back(most[0], first[: start // 32])] if start else []
         return end_to_end([*whole, block, rest[stop - start :]], dtype)
 
     @property
@@ -209,11 +221,13 @@ def _forward_in_place(rows: Array) -> Array:
 def _backward_in_place(rows: Array) -> Array:
     """`_backward` on a GPU: for two factors and more, the last product is not one, but sums in the loop that flips
     signs behind it. Of a single factor, sums would compute the rows as often as they read them.
+
+    Rows in float16 need neither be made in f32 nor be multiplied in parts.
     """
     count, block = rows.shape
     factors = _factors(block)
-    if rows.dtype != jnp.float32 or rows.size < MANY or len(factors) == 1:
-        return _backward(rows)
+    if rows.dtype not in (jnp.float16, jnp.float32) or rows.size < MANY or len(factors) == 1:
+        return _backward(rows.astype(jnp.float32) if rows.dtype == jnp.float16 else rows)
     after = block // factors[0]
     rows = _each("mca,mra->mcr", rows.reshape(count, after, factors[0]), factors[0])
     for f in factors[1:-1]:
@@ -223,9 +237,11 @@ def _backward_in_place(rows: Array) -> Array:
 
 
 def _each(how: str, rows: Array, size: int) -> Array:
-    """Products H / sqrt(size) with each of many small matrices."""
+    """Products H / sqrt(size) with each of many small matrices, in f32."""
     signs = jnp.broadcast_to(jnp.sign(_matrix(size, rows.dtype)), (rows.shape[0], size, size))
-    return jnp.einsum(how, signs, rows, precision=EXACT) * jnp.float32(1 / math.sqrt(size))
+    precision = EXACT if rows.dtype == jnp.float32 else None
+    products = jnp.einsum(how, signs, rows, precision=precision, preferred_element_type=jnp.float32)
+    return products * jnp.float32(1 / math.sqrt(size))
 
 
 def _sums(rows: Array) -> Array:
@@ -260,6 +276,14 @@ def _flipped(x: Array, words: Array) -> Array:
     bits = (words[:, None] >> lax.iota(U32, 32)[None]) & U32(1)
     signs = 1 - 2 * bits.reshape(-1)[: x.shape[0]].astype(x.dtype)
     return x * signs
+
+
+def _rows_back(piece: Scaled, words: Array) -> Array:
+    """Rotates back whole blocks, [m B]. A GPU, whose products read what was written before, scales their results."""
+    shape = piece.rows.shape
+    back = lambda rows: _blockwise(rows.reshape(-1), words, shape[1], False)
+    scaled_after = lambda: Scaled(back(piece.rows).reshape(shape), piece.scales).values.reshape(-1)
+    return form(lambda: back(piece.values), on_gpu=scaled_after)()
 
 
 def _blockwise(x: Array, words: Array, block: int, forward: bool) -> Array:
