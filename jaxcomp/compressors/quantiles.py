@@ -49,7 +49,7 @@ def sort_floats(x: Array) -> Array:
     bits = lax.bitcast_convert_type(x, integer)
     # Below zero, larger magnitudes come first: their bits but for the sign are turned over.
     turn = lambda bits: jnp.where(bits < 0, bits ^ jnp.iinfo(integer).max, bits)
-    return lax.bitcast_convert_type(turn(jnp.sort(turn(bits))), x.dtype)
+    return lax.bitcast_convert_type(turn(jnp.sort(turn(bits), stable=False)), x.dtype)
 
 
 def signed_splits(ordered: Array, n: Array, buckets: int, groups: int, power: float = 0.0) -> Splits:
@@ -86,7 +86,11 @@ def signed_splits(ordered: Array, n: Array, buckets: int, groups: int, power: fl
             part = lambda i, q: i.astype(ends.dtype) / jnp.maximum(q, 1).astype(ends.dtype)
             goal = jnp.where(j < zero, left * part(j, zero), left + (total - left) * part(j - zero, buckets - zero))
             at_once = form(lambda: k <= MOST_COMPARED, on_cpu=lambda: False)()
-            place = jnp.searchsorted(ends - weights / 2, goal, method="compare_all" if at_once else "scan").astype(I32)
+            middle = ends - weights / 2
+            if at_once:
+                place = jnp.sum(middle[:, None] < goal, axis=0, dtype=I32)
+            else:
+                place = jnp.searchsorted(middle, goal).astype(I32)
             return jnp.where(j < zero, jnp.minimum(place, below), jnp.clip(place, below, n))
 
     negative = jnp.clip(negative, jnp.minimum(below, 1), groups - jnp.minimum(n - below, 1))
@@ -142,8 +146,8 @@ def means(values: Array, bucket: Array, buckets: int) -> Array:
     scaled = jnp.abs(values) * power_of_two(-exponent, values.dtype)
     into = lambda start: jnp.full((buckets,), start, values.dtype).at[bucket]
     least = into(jnp.inf).min(scaled, mode="drop")
-    count = jnp.zeros((buckets,), I32).at[bucket].add(1, mode="drop")
     excess = into(0).add(scaled - least.at[bucket].get(mode="fill", fill_value=0), mode="drop")
-    sign = into(1).min(jnp.where(values < 0, -1, 1).astype(values.dtype), mode="drop")
-    mean = sign * (least + excess / jnp.maximum(count, 1).astype(values.dtype)) * power_of_two(exponent, values.dtype)
-    return jnp.where(count > 0, mean, jnp.zeros((), values.dtype))
+    signed = jnp.zeros((buckets,), I32).at[bucket].add(jnp.where(values < 0, -1, 1), mode="drop")  # how many
+    sign, count = jnp.sign(signed).astype(values.dtype), jnp.maximum(jnp.abs(signed), 1).astype(values.dtype)
+    mean = sign * (least + excess / count) * power_of_two(exponent, values.dtype)
+    return jnp.where(signed == 0, jnp.zeros((), values.dtype), mean)
