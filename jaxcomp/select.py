@@ -537,11 +537,11 @@ def _reached_by(bits: Array, count: Array, spared: int = 0) -> Array:
         most = (1 << min(digit, whole - low)) - 1
         if digit == 8:
             at = found | ((lax.iota(bits.dtype, most) + kind(1)) << kind(low))
-            reached = jnp.sum(jnp.sum(bits[:, None] >= at[None], axis=0, dtype=I32) >= count)
+            reached = jnp.sum(jnp.sum(bits[:, None] >= at[None], axis=0, dtype=I32) >= count).astype(bits.dtype)
         else:  # number by number, which a GPU adds up in the kernel that reads them; a sum would be one of its own
             counts = _counts_from(bits, [found | kind(i << low) for i in range(1, most + 1)])
-            reached = sum((each >= count).astype(bits.dtype) for each in counts)
-        found = found | (reached.astype(bits.dtype) << kind(low))
+            reached = sum(((each >= count).astype(bits.dtype) for each in counts), start=kind(0))
+        found = found | (reached << kind(low))
     return found
 
 

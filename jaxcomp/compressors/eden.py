@@ -75,7 +75,7 @@ def centroids(bits: int) -> tuple[float, ...]:
     >>> print(np.round(centroids(2), 4))
     [0.4529 1.5107]
     """
-    return tuple(np.float16(_least(bits)).tolist())
+    return tuple(_least(bits).astype(np.float16).tolist())
 
 
 @functools.cache

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp.arrays import wide
 from jaxcomp.backend import cut_apart, end_to_end, form, in_tiles, materialized
 from jaxcomp.hashing import random_bits
 from jaxcomp.norms import block_norms
@@ -168,18 +169,27 @@ def _matrix(size: int, dtype: Any) -> Array:
 
 def _times_in_f32(x: Array, size: int) -> Array:
     """x H / sqrt(size)."""
+    x = x.astype(wide(x.dtype))
     return jnp.matmul(x, _matrix(size, x.dtype), precision=lax.Precision.HIGHEST)
 
 
 def _times(x: Array, size: int) -> Array:
-    """The same, on units that take bfloat16. Entries of H are exact in it, and three such numbers hold an f32: of the
-    six products that the algorithm adds up in f32, three are not zero, and these are exact. Of few entries XLA would
-    split the sums, and write their parts.
-    """
-    if x.dtype != jnp.float32 or x.size < MANY:
+    """The same, on units that take 16 bits. Of few entries XLA would split the sums, and write their parts."""
+    if not _fits(x):
         return _times_in_f32(x, size)
-    signs = jnp.sign(_matrix(size, x.dtype))
-    return jnp.matmul(x, signs, precision=EXACT) * jnp.float32(1 / math.sqrt(size))
+    return jnp.matmul(x, jnp.sign(_matrix(size, x.dtype)), **_exactly(x)) * jnp.float32(1 / math.sqrt(size))
+
+
+def _fits(x: Array) -> bool:
+    return x.dtype in (jnp.float16, jnp.float32) and x.size >= MANY
+
+
+def _exactly(x: Array) -> dict[str, Any]:
+    """How numbers are multiplied by signs and added up in f32: as they are in float16, which holds signs, else as three
+    numbers in bfloat16, which hold an f32. Of the six products of such numbers that the algorithm adds up, three are
+    not zero, and these are exact.
+    """
+    return {"precision": EXACT if x.dtype == jnp.float32 else None, "preferred_element_type": jnp.float32}
 
 
 def _forward(rows: Array) -> Array:
@@ -210,7 +220,7 @@ def _forward_in_place(rows: Array) -> Array:
     """
     count, block = rows.shape
     factors = _factors(block)
-    if rows.dtype != jnp.float32 or rows.size < MANY or len(factors) < 3:
+    if not _fits(rows) or len(factors) < 3:
         return _forward(rows)
     rows, after = _times(rows.reshape(-1, factors[-1]), factors[-1]), factors[-1]
     for f in reversed(factors[1:-1]):
@@ -221,13 +231,11 @@ def _forward_in_place(rows: Array) -> Array:
 def _backward_in_place(rows: Array) -> Array:
     """`_backward` on a GPU: for two factors and more, the last product is not one, but sums in the loop that flips
     signs behind it. Of a single factor, sums would compute the rows as often as they read them.
-
-    Rows in float16 need neither be made in f32 nor be multiplied in parts.
     """
     count, block = rows.shape
     factors = _factors(block)
-    if rows.dtype not in (jnp.float16, jnp.float32) or rows.size < MANY or len(factors) == 1:
-        return _backward(rows.astype(jnp.float32) if rows.dtype == jnp.float16 else rows)
+    if not _fits(rows) or len(factors) == 1:
+        return _backward(rows)
     after = block // factors[0]
     rows = _each("mca,mra->mcr", rows.reshape(count, after, factors[0]), factors[0])
     for f in factors[1:-1]:
@@ -239,9 +247,7 @@ def _backward_in_place(rows: Array) -> Array:
 def _each(how: str, rows: Array, size: int) -> Array:
     """Products H / sqrt(size) with each of many small matrices, in f32."""
     signs = jnp.broadcast_to(jnp.sign(_matrix(size, rows.dtype)), (rows.shape[0], size, size))
-    precision = EXACT if rows.dtype == jnp.float32 else None
-    products = jnp.einsum(how, signs, rows, precision=precision, preferred_element_type=jnp.float32)
-    return products * jnp.float32(1 / math.sqrt(size))
+    return jnp.einsum(how, signs, rows, **_exactly(rows)) * jnp.float32(1 / math.sqrt(size))
 
 
 def _sums(rows: Array) -> Array:
@@ -279,11 +285,13 @@ def _flipped(x: Array, words: Array) -> Array:
 
 
 def _rows_back(piece: Scaled, words: Array) -> Array:
-    """Rotates back whole blocks, [m B]. A GPU, whose products read what was written before, scales their results."""
+    """Rotates back whole blocks, [m B]. A GPU, whose products read what was written before, scales their results, but
+    not those of blocks whose codes do not fill tiles: XLA would write such codes before it looks them up.
+    """
     shape = piece.rows.shape
     back = lambda rows: _blockwise(rows.reshape(-1), words, shape[1], False)
     scaled_after = lambda: Scaled(back(piece.rows).reshape(shape), piece.scales).values.reshape(-1)
-    return form(lambda: back(piece.values), on_gpu=scaled_after)()
+    return form(lambda: back(piece.values), on_gpu=scaled_after if shape[1] % 1024 == 0 else None)()
 
 
 def _blockwise(x: Array, words: Array, block: int, forward: bool) -> Array:
