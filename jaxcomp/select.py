@@ -537,22 +537,21 @@ def _reached_by(bits: Array, count: Array, spared: int = 0) -> Array:
         most = (1 << min(digit, whole - low)) - 1
         if digit == 8:
             at = found | ((lax.iota(bits.dtype, most) + kind(1)) << kind(low))
-            reached = jnp.sum(jnp.sum(bits[:, None] >= at[None], axis=0, dtype=I32) >= count).astype(bits.dtype)
-        else:  # number by number, which a GPU adds up in the kernel that reads them; a sum would be one of its own
+            counts = jnp.sum(bits[:, None] >= at[None], axis=0, dtype=I32)
+        else:
             counts = _counts_from(bits, [found | kind(i << low) for i in range(1, most + 1)])
-            reached = sum(((each >= count).astype(bits.dtype) for each in counts), start=kind(0))
-        found = found | (reached << kind(low))
+        found = found | (jnp.sum(counts >= count).astype(bits.dtype) << kind(low))
     return found
 
 
 @jax.jit
-def _counts_from(bits: Array, thresholds: list[Array]) -> list[Array]:
-    """How many entries of a short vector are not below each of a few thresholds, i32[] each, in one pass."""
+def _counts_from(bits: Array, thresholds: list[Array]) -> Array:
+    """How many entries of a short vector are not below each of a few thresholds, i32[n], in one pass."""
     # XLA makes one kernel of eight sums, so two counts share one: short vectors have less than 2^16 entries.
     pairs = [(a, b) for a, b in itertools.zip_longest(thresholds[::2], thresholds[1::2], fillvalue=thresholds[-1])]
     both = [jnp.sum((bits >= a).astype(U32) | ((bits >= b).astype(U32) << U32(16)), dtype=U32) for a, b in pairs]
-    counts = [part.astype(I32) for word in both for part in (word & U32(0xFFFF), word >> U32(16))]
-    return counts[: len(thresholds)]
+    counts = jnp.stack([part for word in both for part in (word & U32(0xFFFF), word >> U32(16))])
+    return counts[: len(thresholds)].astype(I32)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -593,13 +592,11 @@ def largest_in_row(x: Array, count: Array | int, capacity: int) -> Array:
         first = [e.high - kind(1) - kind(i) * below for i in range(FEW, 0, -1)]
         later = [e.low + kind(i) * part for i in range(1, FEW + 1)]
         at = [jnp.where(e.turns == 0, a, b) for a, b in zip(first, later, strict=True)]
-        low, num_low, high = e.low, e.num_low, e.high
-        for edge, number in zip(at, _counts_from(bits_of(rows), at), strict=True):
-            reached = number >= count
-            low = jnp.where(reached, jnp.maximum(low, edge), low)
-            num_low = jnp.where(reached, jnp.minimum(num_low, number), num_low)
-            high = jnp.where(reached, high, jnp.minimum(high, edge))
-        return _Edges(low, num_low, high, e.turns + 1)
+        counts, at = _counts_from(bits_of(rows), at), jnp.stack(at)
+        reached = counts >= count
+        low = jnp.max(jnp.where(reached, at, e.low))
+        num_low = jnp.min(jnp.where(reached, counts, e.num_low))
+        return _Edges(low, num_low, jnp.min(jnp.where(reached, e.high, at)), e.turns + 1)
 
     end = lax.while_loop(unsure, turn, start)
     x, end = lax.optimization_barrier((x, end))
