@@ -42,7 +42,7 @@ from jaxcomp.backend import (
 )
 from jaxcomp.base import Compressor, Spec, State, on_vectors
 from jaxcomp.checks import check_like
-from jaxcomp.compressors.hadamard import Scaled, rotation_of
+from jaxcomp.compressors.hadamard import Rotation, Scaled, rotation_of
 from jaxcomp.compressors.rotate import BLOCK, Rotated, check_block, clipped, filled_up, key_of
 from jaxcomp.factories import factory
 from jaxcomp.norms import max_abs
@@ -313,6 +313,25 @@ def _scales(rows: Array, values: Array, again: Array, least: float | None) -> Ar
     return jnp.where(some, scale, jnp.zeros((), scale.dtype))
 
 
+def _rotated(name: str, code: _Code, rotation: Rotation, payload: Any, times: Array) -> list[Scaled]:
+    """S c, what was sent of a rotated vector, in its pieces, times a number."""
+    first, rest = payload.parts if isinstance(payload, Several) else (payload, None)
+    counts = [rows * code.first(length) for rows, length in rotation.shapes]
+    left = [rows * length - count for (rows, length), count in zip(rotation.shapes, counts, strict=True)]
+    check_like(name, first.words.shape, (code.high, sum(_groups(counts))))
+    check_like(name, first.norms.shape, (rotation.pieces,))
+    codes = _unpacked(first.words, counts)
+    others = [None] * len(codes) if rest is None else _unpacked(rest.words, left)
+    held = form(lambda: times.dtype, on_gpu=lambda: jnp.float16)()
+    parts, start = [], 0
+    for shape, here, more in zip(rotation.shapes, codes, others, strict=True):
+        stop = start + shape[0]
+        scales = finite(first.norms[start:stop]).astype(times.dtype) * times
+        parts.append(Scaled(code.decode(here, more, shape, held), scales))
+        start = stop
+    return parts
+
+
 def _read_thrice(rows: Array) -> tuple[Array, Array, Array]:
     """Rows for their codes, for one sum of centroids and for another. A GPU makes all three in one loop, which reads
     the rows once, if each computes what it needs: what two of them had in common it would write to memory.
@@ -353,56 +372,36 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
             payload = Several((payload, Quantized(jnp.zeros((0,), jnp.float32), _packed(others, code.low))))
         return payload, state.local
 
-    def rotated(payload, size, unit):
-        """S c, what was sent of the rotated vector, in its pieces, times a power of two."""
-        rotation = rotation_of(size, block)
-        first, rest = payload.parts if isinstance(payload, Several) else (payload, None)
-        counts = [rows * code.first(length) for rows, length in rotation.shapes]
-        left = [rows * length - count for (rows, length), count in zip(rotation.shapes, counts, strict=True)]
-        check_like(spec.name, first.words.shape, (code.high, sum(_groups(counts))))
-        check_like(spec.name, first.norms.shape, (rotation.pieces,))
-        codes = _unpacked(first.words, counts)
-        others = [None] * len(codes) if rest is None else _unpacked(rest.words, left)
-        parts, start = [], 0
-        for shape, here, more in zip(rotation.shapes, codes, others, strict=True):
-            stop = start + shape[0]
-            scales = finite(first.norms[start:stop]).astype(unit.dtype) * unit
-            held = form(lambda dtype: dtype, on_gpu=lambda dtype: jnp.float16)(unit.dtype)
-            parts.append(Scaled(code.decode(here, more, shape, held), scales))
-            start = stop
-        return parts
-
     def decompress(payload, shared, like):
         rotation, unit = rotation_of(like.size, block), _room(payload, wide(like.dtype))
-        x = rotation.backward_of_pieces(rotated(payload, like.size, unit), key_of(shared), unit.dtype)
+        pieces = _rotated(spec.name, code, rotation, payload, unit)
+        x = rotation.backward_of_pieces(pieces, key_of(shared), unit.dtype)
         return bounded(bounded(x / unit), like.dtype)
 
     def add(total, payloads, weights, shared):
-        size, dtype = total.shape[0], total.dtype
-        rotation, unit = rotation_of(size, block), _room(payloads, dtype)
+        dtype = total.dtype
+        rotation, unit = rotation_of(total.shape[0], block), _room(payloads, dtype)
         back = lambda pieces, shared: rotation.backward_of_pieces(pieces, key_of(shared), dtype) / unit
-        times = lambda scales, weight: scales if weight is None else scales * weight.astype(scales.dtype)
-        weighted = lambda payload, weight: [
-            Scaled(rows, times(scales, weight)) for rows, scales in rotated(payload, size, unit)
-        ]
+
+        def weighted(payload, weight):
+            times = unit if weight is None else unit * weight.astype(dtype)
+            return _rotated(spec.name, code, rotation, payload, times)
 
         def add_turned_back(total, message):
             payload, weight, worker = message
             return total + bounded(back(weighted(payload, weight), shared.of(worker, ())))
 
         def add_pieces(total, message):
-            payload, weight = message
-            return [a + piece.values for a, piece in zip(total, weighted(payload, weight), strict=True)]
+            return [a + piece.values for a, piece in zip(total, weighted(*message), strict=True)]
 
         if per_worker:
             workers = jnp.arange(jax.tree.leaves(payloads)[0].shape[0])
             return bounded(fold(add_turned_back, total, (payloads, weights, workers)))
         pieces = [jax.ShapeDtypeStruct(shape, dtype) for shape in rotation.shapes]
         added = form(fold, on_cpu=fold_in_one_pass, on_gpu=fold_in_one_pass)  # a TPU would hold all that are decoded
-        done = added(add_pieces, pieces, (payloads, weights))
+        done = [Scaled(rows, None) for rows in added(add_pieces, pieces, (payloads, weights))]
         # A vector of its own: each leaf that is cut out of it would be a loop of sums to compile.
-        done = back([Scaled(rows, None) for rows in done], shared)
-        return materialized(bounded(zeros_if_shape(total, payloads) + done))
+        return materialized(bounded(zeros_if_shape(total, payloads) + back(done, shared)))
 
     return on_vectors(
         init=init,
