@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxcomp.backend_cpu import LONG, starts_of
 
-__all__ = ["TOGETHER", "Arriving", "all_there", "count_of_sections", "made_in_pieces"]
+__all__ = ["TOGETHER", "Arriving", "all_there", "count_of_sections", "cut_apart", "made_in_pieces"]
 
 Array = jax.Array
 Tree = Any
@@ -26,6 +26,14 @@ TOGETHER = 1024  # entries of a tile, whose codes stand side by side (`packing`)
 SHARE = 32  # the vector in f32 has so many times the bytes of a section, or fewer, so that these are enough and few
 SECTION = 2**23  # bytes
 MOST_SECTIONS = 64
+
+
+def cut_apart(vector: Array, sizes: Sequence[int]) -> list[Array]:
+    """Leaves of one size are one kernel, up to some fifty of them, if XLA cuts them out of a matrix. Out of a vector
+    each would be a copy that the host starts by itself.
+    """
+    each = zip(starts_of(sizes), sizes, strict=True)
+    return [lax.slice_in_dim(vector[None], start, start + size, axis=1)[0] for start, size in each]
 
 
 def count_of_sections(size: int, entries: int) -> int:
@@ -121,7 +129,7 @@ def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Seque
     for run, (start, stop), begin in zip(runs, ends, begins, strict=True):
         vector = lax.dynamic_slice_in_dim(decode(reader.read(start, stop)), begin, stop - start)
         reader.done.append(vector)
-        pieces |= zip(run, _cut_apart(vector, [sizes[i] for i in run]), strict=True)
+        pieces |= zip(run, cut_apart(vector, [sizes[i] for i in run]), strict=True)
     if gathered and small:
         own = [sizes[i] for i in small]
         shifts, stops = np.asarray(starts)[small] - starts_of(own), np.cumsum(own)
@@ -129,7 +137,7 @@ def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Seque
         entries = jnp.arange(sum(own), dtype=jnp.int32)
         entries += shifts[jnp.searchsorted(stops, entries, side="right", method="scan_unrolled")]
         vector = decode(reader.read_last()).at[entries].get(mode="promise_in_bounds", indices_are_sorted=True)
-        pieces |= zip(small, _cut_apart(vector, own), strict=True)
+        pieces |= zip(small, cut_apart(vector, own), strict=True)
     none = vector[:0]
     return tuple(pieces.get(i, none) for i in range(len(sizes)))
 
@@ -189,8 +197,3 @@ class _Reader:
 
 def _side_by_side(sections: Sequence[Array]) -> Array:
     return sections[0] if len(sections) == 1 else jnp.concatenate(sections, axis=1)
-
-
-def _cut_apart(vector: Array, sizes: Sequence[int]) -> list[Array]:
-    each = zip(starts_of(sizes), sizes, strict=True)
-    return [lax.slice_in_dim(vector, start, start + size) for start, size in each]
