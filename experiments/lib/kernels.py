@@ -176,16 +176,17 @@ def _flops(module: Module, computation: str) -> float:
 
 
 def _flops_of(each: Instruction, known: dict[str, Instruction]) -> float:
-    """Of a product of matrices: twice the entries of the result times those that are summed for each, as if in f32
-    without tensor cores, which are fifteen times as fast on numbers of 16 bits."""
+    """Of a product of matrices: twice the entries of the result times those that are summed for each. Products of
+    numbers of 16 bits, on tensor cores, are fifteen times as fast as those in f32 without them, and count so much less.
+    """
     gemm = each.op == "custom-call" and "gemm" in each.attributes
     if each.op != "dot" and not gemm:
         return 0.0
     kind, left = contents_of(_type(known, _operands(each)[0]))[0][:2]
     found = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:]\s*[\[{]([^\]}]*)[\]}]', each.attributes)
     dims = [int(n) for n in re.findall(r"\d+", found[1])] if found else [len(left) - 1]
-    products = 6 if "bf16_bf16_f32_x6" in each.attributes else 1 if kind in ("bf16", "f16") else 15
-    cheaper = products / 15
+    fifteenths = 6 if "bf16_bf16_f32_x6" in each.attributes else 1 if kind in ("bf16", "f16") else 15
+    cheaper = fifteenths / 15
     return 2.0 * math.prod(contents_of(each.type)[0].shape) * math.prod(left[n] for n in dims) * cheaper
 
 

@@ -54,7 +54,7 @@ __all__ = ["centroids", "distortion", "drive", "eden"]
 Array = jax.Array
 LEAST = 0.86
 FEW = 4  # bits for which entries are compared with all limits
-MANY = 2**16  # entries for which a GPU's loops are made one
+ONE_LOOP = 2**16  # entries from which on codes and sums are one loop on a GPU
 UNIT = 2.0**10  # times which entries are rotated: then the smallest are not lost, nor do sums of the largest overflow
 # By bits 0 .. 8, each rounded up; recomputed in the tests.
 ERRORS = (1.0, 0.509, 0.307, 0.0966, 0.02755, 0.0074, 0.00193, 0.0005, 0.000131)
@@ -106,7 +106,7 @@ def _cells(c: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @functools.cache
 def distortion(bits: float) -> float:
-    """E (Y - c(Y))^2 for normal Y; between whole bits the mean of both.
+    """E (Y - c(Y))^2 for normal Y and centroids in float64; between whole bits the mean of both.
 
     >>> round(distortion(1), 4), round(distortion(0.5), 4)
     (0.3634, 0.6817)
@@ -313,6 +313,11 @@ def _scales(rows: Array, values: Array, again: Array, least: float | None) -> Ar
     return jnp.where(some, scale, jnp.zeros((), scale.dtype))
 
 
+def _least_exact(dtype: Any) -> Any:
+    """In which a GPU keeps centroids that it rotates back: in float16 where the result is in f32."""
+    return jnp.float16 if dtype == jnp.float32 else dtype
+
+
 def _rotated(name: str, code: _Code, rotation: Rotation, payload: Any, times: Array) -> list[Scaled]:
     """S c, what was sent of a rotated vector, in its pieces, times a number."""
     first, rest = payload.parts if isinstance(payload, Several) else (payload, None)
@@ -322,7 +327,7 @@ def _rotated(name: str, code: _Code, rotation: Rotation, payload: Any, times: Ar
     check_like(name, first.norms.shape, (rotation.pieces,))
     codes = _unpacked(first.words, counts)
     others = [None] * len(codes) if rest is None else _unpacked(rest.words, left)
-    held = form(lambda: times.dtype, on_gpu=lambda: jnp.float16)()
+    held = form(lambda dtype: dtype, on_gpu=_least_exact)(times.dtype)
     parts, start = [], 0
     for shape, here, more in zip(rotation.shapes, codes, others, strict=True):
         stop = start + shape[0]
@@ -333,10 +338,11 @@ def _rotated(name: str, code: _Code, rotation: Rotation, payload: Any, times: Ar
 
 
 def _read_thrice(rows: Array) -> tuple[Array, Array, Array]:
-    """Rows for their codes, for one sum of centroids and for another. A GPU makes all three in one loop, which reads
-    the rows once, if each computes what it needs: what two of them had in common it would write to memory.
+    """Rows for their codes, for one sum of centroids and for another: where there are barriers (`materialized`), each
+    computes what it needs. Then a GPU makes all three in one loop, which reads the rows once; what two of them had in
+    common it would write to memory.
     """
-    if rows.size < MANY:
+    if rows.size < ONE_LOOP:
         return rows, rows, rows
     first = materialized(rows)
     second = materialized(first)
@@ -345,7 +351,7 @@ def _read_thrice(rows: Array) -> tuple[Array, Array, Array]:
 
 def _in_bytes(codes: Array) -> Array:
     """Codes as a GPU keeps them: to pack them takes another loop than sums of rows."""
-    return materialized(codes.astype(jnp.uint8)) if codes.size >= MANY else codes
+    return materialized(codes.astype(jnp.uint8)) if codes.size >= ONE_LOOP else codes
 
 
 def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_worker: bool) -> Compressor:

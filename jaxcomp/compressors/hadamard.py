@@ -38,7 +38,7 @@ TILE = 2**18  # entries that are rotated at a time on CPU, in its cache
 
 
 class Scaled(NamedTuple):
-    """Rows times a number each.  rows: [m, B], in float16 if that is exact;  scales: [m], or None for ones."""
+    """Rows times a number each.  rows: [m, l], also in float16, which scales make wider;  scales: [m], None for ones."""
 
     rows: Array
     scales: Array | None
@@ -85,7 +85,7 @@ class Rotation(NamedTuple):
         return self.backward_of_pieces(pieces, key, y.dtype)
 
     def backward_of_pieces(self, pieces: Sequence[Scaled], key: Array, dtype: Any) -> Array:
-        """The same of a vector in pieces: the inverse of `forward_in_pieces`, in the dtype of the scales."""
+        """The same of a vector in pieces, in a dtype: the inverse of `forward_in_pieces`."""
         if not self.size:
             return jnp.zeros((0,), dtype)
         first, second = self._signs(key)

@@ -88,7 +88,7 @@ def signed_splits(ordered: Array, n: Array, buckets: int, groups: int, power: fl
             at_once = form(lambda: k <= MOST_COMPARED, on_cpu=lambda: False)()
             middle = ends - weights / 2
             if at_once:
-                place = jnp.sum(middle[:, None] < goal, axis=0, dtype=I32)
+                place = jnp.sum(middle[:, None] < goal[None], axis=0, dtype=I32)
             else:
                 place = jnp.searchsorted(middle, goal).astype(I32)
             return jnp.where(j < zero, jnp.minimum(place, below), jnp.clip(place, below, n))
@@ -135,7 +135,7 @@ def bucket_of(values: Array, splits: Splits) -> Array:
 def means(values: Array, bucket: Array, buckets: int) -> Array:
     """Mean of the values of each bucket: float[q], 0 for an empty one.
 
-    A bucket holds values of one sign. Its mean is that of what exceeds its smallest magnitude, in units of
+    A bucket holds values of one sign, and of several its mean would be wrong. Its mean is that of what exceeds its smallest magnitude, in units of
     a power of two near the largest: nothing overflows or cancels, and equal values have their own value as mean.
 
     Args:

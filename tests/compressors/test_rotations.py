@@ -275,7 +275,7 @@ def test_mean_on_the_wire_in_one_bit(key, seed):
 def test_accelerators_rotate_and_code_the_same(bits, d, block, platform, key, seed, monkeypatch):
     """By products in exact pieces, sums of rows, and tables; where a sum is rounded otherwise a code may differ."""
     monkeypatch.setattr(hadamard, "MANY", 0)
-    monkeypatch.setattr(sys.modules["jaxcomp.compressors.eden"], "MANY", 0)
+    monkeypatch.setattr(sys.modules["jaxcomp.compressors.eden"], "ONE_LOOP", 0)
     x, compressor, rotation = jnp.asarray(vector(seed, d)), jc.eden(bits, block=block), rotation_of(d, block)
     state = compressor.init(key, x)
     message = jax.jit(compressor.compress)(key, x, state)[0]
