@@ -38,7 +38,7 @@ TILE = 2**18  # entries that are rotated at a time on CPU, in its cache
 
 
 class Scaled(NamedTuple):
-    """Rows times a number each.  rows: [m, l], also in float16, which scales make wider;  scales: [m], None for ones."""
+    """Rows times a number each.  rows: [m, l], in float16 too, which scales make wider;  scales: [m], None for ones."""
 
     rows: Array
     scales: Array | None

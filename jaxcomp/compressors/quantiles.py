@@ -135,8 +135,8 @@ def bucket_of(values: Array, splits: Splits) -> Array:
 def means(values: Array, bucket: Array, buckets: int) -> Array:
     """Mean of the values of each bucket: float[q], 0 for an empty one.
 
-    A bucket holds values of one sign, and of several its mean would be wrong. Its mean is that of what exceeds its smallest magnitude, in units of
-    a power of two near the largest: nothing overflows or cancels, and equal values have their own value as mean.
+    A bucket must hold values of one sign. Its mean is that of what exceeds its smallest magnitude, in units of a power
+    of two near the largest: nothing overflows or cancels, and equal values have their own value as mean.
 
     Args:
         values: float[k], finite.
