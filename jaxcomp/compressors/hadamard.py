@@ -45,6 +45,7 @@ class Scaled(NamedTuple):
 
     @property
     def values(self) -> Array:
+        """[m, l]."""
         return self.rows if self.scales is None else self.rows.astype(self.scales.dtype) * self.scales[:, None]
 
 
@@ -189,7 +190,8 @@ def _exactly(x: Array) -> dict[str, Any]:
     numbers in bfloat16, which hold an f32. Of the six products of such numbers that the algorithm adds up, three are
     not zero, and these are exact.
     """
-    return {"precision": EXACT if x.dtype == jnp.float32 else None, "preferred_element_type": jnp.float32}
+    precision = EXACT if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return {"precision": precision, "preferred_element_type": jnp.float32}
 
 
 def _forward(rows: Array) -> Array:
