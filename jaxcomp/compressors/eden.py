@@ -23,6 +23,7 @@ import functools
 import itertools
 import math
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -127,41 +128,52 @@ def _errors(bits: float) -> float:
     return ERRORS[low] if bits == low else (1 - bits + low) * ERRORS[low] + (bits - low) * ERRORS[low + 1]
 
 
-def _encode(y: Array, bits: int) -> tuple[Array, Array]:
-    """Codes u32 of the nearest centroids (magnitude, then sign in the last bit), and their magnitudes."""
-    by_tables = _looked_up if bits > FEW else None
-    level, value = form(_compared, on_cpu=by_tables, on_gpu=by_tables)(y, bits)
-    return level * jnp.uint32(2) + (y < 0).astype(jnp.uint32), value
+def _codes(y: Array, bits: int) -> Array:
+    """Codes u32 of the nearest centroids: magnitude, then sign in the last bit."""
+    return _numbers(jnp.abs(y), bits) * jnp.uint32(2) + (y < 0).astype(jnp.uint32)
 
 
-def _compared(y: Array, bits: int) -> tuple[Array, Array]:
-    """Number u32 and value of the nearest centroid of a magnitude, by a comparison with each limit between two."""
-    table = centroids(bits)
-    size, level = jnp.abs(y), jnp.zeros(y.shape, jnp.uint32)
-    value = jnp.full(y.shape, table[0], y.dtype)
+def _numbers(size: Array, bits: int) -> Array:
+    """Number u32 of the nearest centroid of a magnitude."""
+    if _by_tables(bits):
+        return _looked_up(size, bits).astype(jnp.uint32)
+    number = jnp.zeros(size.shape, jnp.uint32)
+    for a, b in itertools.pairwise(centroids(bits)):
+        number = number + (size > jnp.asarray((a + b) / 2, size.dtype)).astype(jnp.uint32)
+    return number
+
+
+def _nearest(size: Array, bits: int) -> Array:
+    """The nearest centroid of a magnitude."""
+    table, number = centroids(bits), functools.partial(jnp.asarray, dtype=size.dtype)
+    if _by_tables(bits):
+        return number(np.array(table)).at[_looked_up(size, bits)].get(mode="promise_in_bounds")
+    value = jnp.full(size.shape, number(table[0]))
     for a, b in itertools.pairwise(table):
-        above = size > jnp.asarray((a + b) / 2, y.dtype)
-        level = level + above.astype(jnp.uint32)
-        value = value + jnp.where(above, jnp.asarray(b - a, y.dtype), jnp.zeros((), y.dtype))
-    return level, value
+        value = value + jnp.where(size > number((a + b) / 2), number(b - a), number(0))
+    return value
 
 
-def _looked_up(y: Array, bits: int) -> tuple[Array, Array]:
-    """The same, with limits in f32, by tables, for 3 bits and more. Magnitudes are cut into cells of equal width, with
-    at most one limit within: a table has the number of limits below each cell, and a comparison decides the last one.
+def _by_tables(bits: int) -> bool:
+    """Whether entries are looked up, not compared with all limits between two centroids."""
+    return bits > FEW and form(lambda: False, on_cpu=lambda: True, on_gpu=lambda: True)()
+
+
+def _looked_up(size: Array, bits: int) -> Array:
+    """Number i32 of the nearest centroid of a magnitude, with limits in f32, for 3 bits and more. Magnitudes are cut
+    into cells of equal width, with at most one limit within: a table has the number of limits below each cell, and a
+    comparison decides the last one.
 
     For 8 bits a GPU would write the results of 127 comparisons, which take 26 times the memory of the vector.
     """
-    table = np.array(centroids(bits))
+    table, dtype = np.array(centroids(bits)), size.dtype
     limits = ((table[1:] + table[:-1]) / 2).astype(np.float32)
     cells = 2.0 ** math.ceil(-math.log2(np.diff(limits).min()))  # between 0 and 1
     starts = np.arange(math.ceil(cells * limits[-1]) + 1, dtype=np.float32) / np.float32(cells)
     of = lambda numbers, i: jnp.asarray(numbers).at[i].get(mode="promise_in_bounds")
-    size = jnp.abs(y)
-    cell = jnp.minimum(size * jnp.asarray(cells, y.dtype), jnp.asarray(len(starts) - 1, y.dtype)).astype(jnp.int32)
+    cell = jnp.minimum(size * jnp.asarray(cells, dtype), jnp.asarray(len(starts) - 1, dtype)).astype(jnp.int32)
     below = of(np.searchsorted(limits, starts).astype(np.int32), jnp.maximum(cell, 0))  # a NaN can be any integer
-    level = below + (size > of(np.append(limits, np.inf).astype(y.dtype), below)).astype(jnp.int32)
-    return level.astype(jnp.uint32), of(table.astype(y.dtype), level)
+    return below + (size > of(np.append(limits, np.inf).astype(dtype), below)).astype(jnp.int32)
 
 
 def _decode(codes: Array, bits: int, dtype: Any) -> Array:
@@ -270,17 +282,20 @@ class _Code:
         """How many entries of a row have the higher number of bits."""
         return length if not self.fraction else min(length, math.ceil(self.fraction * length - 1e-9))
 
-    def encode(self, rows: Array) -> tuple[Array, Array, Array]:
-        """Codes of both kinds, flat, and the magnitudes of the centroids."""
+    def encode(self, rows: Array) -> tuple[Array, Array]:
+        """Codes of both kinds, flat."""
+        high, low = self._both(rows, _codes)
+        return high.reshape(-1), low.reshape(-1) if self.low else jnp.zeros((0,), jnp.uint32)
+
+    def nearest(self, rows: Array) -> Array:
+        """The magnitudes of the centroids, [rows, length]."""
+        high, low = self._both(jnp.abs(rows), _nearest)
+        return jnp.concatenate([high, low], axis=1) if low.shape[1] else high
+
+    def _both(self, rows: Array, of: Callable[[Array, int], Array]) -> tuple[Array, Array]:
         count = self.first(rows.shape[1])
-        codes, values = _encode(rows[:, :count], self.high)
         rest = rows[:, count:]
-        if self.low and rest.shape[1]:
-            others, more = _encode(rest, self.low)
-        else:
-            others, more = jnp.zeros((0,), jnp.uint32), jnp.zeros_like(rest)
-        whole = jnp.concatenate([values, more], axis=1) if rest.shape[1] else values
-        return codes.reshape(-1), others.reshape(-1), whole
+        return of(rows[:, :count], self.high), of(rest, self.low) if self.low else jnp.zeros_like(rest)
 
     def decode(self, codes: Array, others: Array | None, shape: tuple[int, int], dtype: Any) -> Array:
         """The centroids, [rows, length]."""
@@ -367,11 +382,10 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
         for rows, sigma in zip(pieces, rotation.deviations(x, pieces), strict=True):
             safe = jnp.where(sigma > 0, sigma, jnp.ones((), sigma.dtype))[:, None]
             first, second, third = (a / safe for a in _read_thrice(rows))
-            high, low, _ = code.encode(first)
+            high, low = code.encode(first)
             codes.append(kept(high))
             others.append(kept(low))
-            normal, again = jnp.abs(second), jnp.abs(third)
-            each = _scales(normal, code.encode(normal)[2], code.encode(again)[2], least)
+            each = _scales(jnp.abs(second), code.nearest(second), code.nearest(third), least)
             scales.append(materialized(each * sigma))
         payload = Quantized(bounded(end_to_end(scales, x.dtype) / UNIT, jnp.float32), _packed(codes, code.high))
         if code.fraction and code.low:
