@@ -503,19 +503,14 @@ def _summed(add: Callable[[Tree, Tree], Tree], like: Tree, messages: Tree) -> Tr
 
 def _in_slices(add: Callable[[Tree, Tree], Tree], messages: Tree) -> tuple[Callable[[Tree, Tree], Tree], Tree]:
     """Both for messages with 8-bit floats as words: XLA for CPU slices such floats more slowly."""
-    narrow = _narrow(messages)
+    kinds = {a.dtype for a in jax.tree.leaves(messages)}
+    narrow = {kind for kind in kinds if jnp.issubdtype(kind, jnp.floating) and jnp.finfo(kind).bits == 8}
     if not narrow:
         return add, messages
     kinds = jax.tree.map(lambda a: a.dtype, messages)
     back = lambda a, kind: a if a.dtype == kind else lax.bitcast_convert_type(a, kind)
     words = jax.tree.map(lambda a: as_words(a) if a.dtype in narrow else a, messages)
     return lambda total, message: add(total, jax.tree.map(back, message, kinds)), words
-
-
-def _narrow(messages: Tree) -> set[Any]:
-    """The floating dtypes of 8 bits that messages have."""
-    kinds = {a.dtype for a in jax.tree.leaves(messages)}
-    return {kind for kind in kinds if jnp.issubdtype(kind, jnp.floating) and jnp.finfo(kind).bits == 8}
 
 
 def add_each(
@@ -537,7 +532,7 @@ def add_each(
     workers = jnp.arange(jax.tree.leaves(payloads)[0].shape[0])
     messages = payloads, weights, workers
     # For TPUs a loop; of 8-bit floats, which are as many as the entries, it would hold all messages a second time.
-    if platform() == "tpu" and not _narrow(messages):
+    if platform() == "tpu" and all(a.dtype.itemsize > 1 for a in jax.tree.leaves(payloads)):
         return fold(add, total, messages)
     return fold_in_one_pass(add, total, messages, entrywise=entrywise, one_at_a_time=platform() == "tpu")
 

@@ -177,11 +177,8 @@ def _looked_up(size: Array, bits: int) -> Array:
 
 
 def _decode(codes: Array, bits: int, dtype: Any) -> Array:
-    table = centroids(bits)
-    if bits == 1:
-        return jnp.where(codes == 0, jnp.asarray(table[0], dtype), jnp.asarray(-table[0], dtype))
-    both = np.array([[c, -c] for c in table]).reshape(-1)
-    return jnp.asarray(both, dtype)[codes.astype(jnp.int32)]
+    both = jnp.asarray(np.array([[c, -c] for c in centroids(bits)]).reshape(-1).astype(dtype))
+    return jnp.where(codes == 0, both[0], both[1]) if bits == 1 else both[codes.astype(jnp.int32)]
 
 
 # ------------------------------------------------------------------------------------------------

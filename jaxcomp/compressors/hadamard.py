@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import wide
 from jaxcomp.backend import cut_apart, end_to_end, form, in_tiles, materialized
 from jaxcomp.hashing import random_bits
 from jaxcomp.norms import block_norms
@@ -170,7 +169,6 @@ def _matrix(size: int, dtype: Any) -> Array:
 
 def _times_in_f32(x: Array, size: int) -> Array:
     """x H / sqrt(size)."""
-    x = x.astype(wide(x.dtype))
     return jnp.matmul(x, _matrix(size, x.dtype), precision=lax.Precision.HIGHEST)
 
 
@@ -178,20 +176,21 @@ def _times(x: Array, size: int) -> Array:
     """The same, on units that take 16 bits. Of few entries XLA would split the sums, and write their parts."""
     if not _fits(x):
         return _times_in_f32(x, size)
-    return jnp.matmul(x, jnp.sign(_matrix(size, x.dtype)), **_exactly(x)) * jnp.float32(1 / math.sqrt(size))
+    signs = jnp.sign(_matrix(size, x.dtype))
+    products = jnp.matmul(x, signs, precision=_exactly(x), preferred_element_type=jnp.float32)
+    return products * jnp.float32(1 / math.sqrt(size))
 
 
 def _fits(x: Array) -> bool:
     return x.dtype in (jnp.float16, jnp.float32) and x.size >= MANY
 
 
-def _exactly(x: Array) -> dict[str, Any]:
-    """How numbers are multiplied by signs and added up in f32: as they are in float16, which holds signs, else as three
-    numbers in bfloat16, which hold an f32. Of the six products of such numbers that the algorithm adds up, three are
-    not zero, and these are exact.
+def _exactly(x: Array) -> Any:
+    """How numbers are multiplied by signs before they are added up in f32: as they are in float16, which holds signs,
+    else as three numbers in bfloat16, which hold an f32. Of the six products of such numbers that the algorithm adds
+    up, three are not zero, and these are exact.
     """
-    precision = EXACT if x.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return {"precision": precision, "preferred_element_type": jnp.float32}
+    return EXACT if x.dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
 def _forward(rows: Array) -> Array:
@@ -249,7 +248,8 @@ def _backward_in_place(rows: Array) -> Array:
 def _each(how: str, rows: Array, size: int) -> Array:
     """Products H / sqrt(size) with each of many small matrices, in f32."""
     signs = jnp.broadcast_to(jnp.sign(_matrix(size, rows.dtype)), (rows.shape[0], size, size))
-    return jnp.einsum(how, signs, rows, **_exactly(rows)) * jnp.float32(1 / math.sqrt(size))
+    products = jnp.einsum(how, signs, rows, precision=_exactly(rows), preferred_element_type=jnp.float32)
+    return products * jnp.float32(1 / math.sqrt(size))
 
 
 def _sums(rows: Array) -> Array:
@@ -291,17 +291,20 @@ def _rows_back(piece: Scaled, words: Array) -> Array:
     not those of blocks whose codes do not fill tiles: XLA would write such codes before it looks them up.
     """
     shape = piece.rows.shape
-    back = lambda rows: _blockwise(rows.reshape(-1), words, shape[1], False)
+    dtype = piece.rows.dtype if piece.scales is None else piece.scales.dtype
+    back = lambda rows: _blockwise(rows.reshape(-1), words, shape[1], False, dtype)
     scaled_after = lambda: Scaled(back(piece.rows).reshape(shape), piece.scales).values.reshape(-1)
     return form(lambda: back(piece.values), on_gpu=scaled_after if shape[1] % 1024 == 0 else None)()
 
 
-def _blockwise(x: Array, words: Array, block: int, forward: bool) -> Array:
-    """Transforms whole blocks, [m B]."""
+def _blockwise(x: Array, words: Array, block: int, forward: bool, dtype: Any = None) -> Array:
+    """Transforms whole blocks, [m B], of x, into another dtype if that is not None."""
     if forward:
         turn = form(_forward, on_gpu=_forward_in_place)
     else:
         turn = form(_backward, on_gpu=_backward_in_place)
+
+    dtype, x = dtype or x.dtype, x if dtype is None or _fits(x) else x.astype(dtype)
 
     def some(args: tuple[Array, Array]) -> Array:
         x, words = args
@@ -309,4 +312,4 @@ def _blockwise(x: Array, words: Array, block: int, forward: bool) -> Array:
         x = turn(x.reshape(-1, block)).reshape(-1)
         return x if forward else _flipped(x, words)
 
-    return in_tiles(some, max(block, TILE), x, words)
+    return in_tiles(some, max(block, TILE), x, words).astype(dtype)
