@@ -70,17 +70,17 @@ def centroids(bits: int) -> tuple[float, ...]:
     """The positive centroids of the Lloyd-Max quantizer of 2^bits levels for the standard normal law, ascending, in
     float16.
 
-    Rounded, since a GPU multiplies float16 as it is. As the error is least at the centroids, that adds little to it:
-    3e-6 of it for 4 bits, 7e-4 for 8.
+    They are rounded because a GPU multiplies float16 as it is. The error is least at the centroids themselves, so that
+    rounding adds little to it: 3e-6 of it for 4 bits, 7e-4 for 8.
 
     >>> print(np.round(centroids(2), 4))
     [0.4529 1.5107]
     """
-    return tuple(_least(bits).astype(np.float16).tolist())
+    return tuple(_lloyd_max(bits).astype(np.float16).tolist())
 
 
 @functools.cache
-def _least(bits: int) -> np.ndarray:
+def _lloyd_max(bits: int) -> np.ndarray:
     """The same in float64, by Newton's method on c_i = E(Y | Y in the cell of c_i)."""
     count = 2 ** (bits - 1)
     normal = statistics.NormalDist(0, math.sqrt(3))  # its quantiles are nearly those where centroids belong
@@ -117,7 +117,7 @@ def distortion(bits: float) -> float:
         return (1 - bits + low) * distortion(low) + (bits - low) * distortion(low + 1)
     if not low:
         return 1.0
-    c = _least(low)
+    c = _lloyd_max(low)
     return float(1 - 2 * np.sum(np.square(c) * _cells(c)[2]))
 
 
@@ -325,8 +325,8 @@ def _scales(rows: Array, values: Array, again: Array, least: float | None) -> Ar
     return jnp.where(some, scale, jnp.zeros((), scale.dtype))
 
 
-def _least_exact(dtype: Any) -> Any:
-    """In which a GPU keeps centroids that it rotates back: in float16 where the result is in f32."""
+def _kept_on_gpu(dtype: Any) -> Any:
+    """The dtype of centroids that a GPU rotates back: float16 where the result is in f32."""
     return jnp.float16 if dtype == jnp.float32 else dtype
 
 
@@ -339,7 +339,7 @@ def _rotated(name: str, code: _Code, rotation: Rotation, payload: Any, times: Ar
     check_like(name, first.norms.shape, (rotation.pieces,))
     codes = _unpacked(first.words, counts)
     others = [None] * len(codes) if rest is None else _unpacked(rest.words, left)
-    held = form(lambda dtype: dtype, on_gpu=_least_exact)(times.dtype)
+    held = form(lambda dtype: dtype, on_gpu=_kept_on_gpu)(times.dtype)
     parts, start = [], 0
     for shape, here, more in zip(rotation.shapes, codes, others, strict=True):
         stop = start + shape[0]

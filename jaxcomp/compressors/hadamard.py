@@ -33,6 +33,7 @@ U32 = jnp.uint32
 FACTOR = 6  # log2 of the largest factor
 MANY = 2**20  # entries for which other units pay
 EXACT = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+CODES = 1024  # of a tile (`packing`)
 TILE = 2**18  # entries that are rotated at a time on CPU, in its cache
 
 
@@ -182,6 +183,7 @@ def _times(x: Array, size: int) -> Array:
 
 
 def _fits(x: Array) -> bool:
+    """Whether products in 16 bits are exact for these numbers, and pay."""
     return x.dtype in (jnp.float16, jnp.float32) and x.size >= MANY
 
 
@@ -294,17 +296,20 @@ def _rows_back(piece: Scaled, words: Array) -> Array:
     dtype = piece.rows.dtype if piece.scales is None else piece.scales.dtype
     back = lambda rows: _blockwise(rows.reshape(-1), words, shape[1], False, dtype)
     scaled_after = lambda: Scaled(back(piece.rows).reshape(shape), piece.scales).values.reshape(-1)
-    return form(lambda: back(piece.values), on_gpu=scaled_after if shape[1] % 1024 == 0 else None)()
+    return form(lambda: back(piece.values), on_gpu=scaled_after if shape[1] % CODES == 0 else None)()
 
 
 def _blockwise(x: Array, words: Array, block: int, forward: bool, dtype: Any = None) -> Array:
-    """Transforms whole blocks, [m B], of x, into another dtype if that is not None."""
+    """Transforms whole blocks, [m B]; dtype: of the result, None for that of x."""
     if forward:
         turn = form(_forward, on_gpu=_forward_in_place)
     else:
         turn = form(_backward, on_gpu=_backward_in_place)
 
-    dtype, x = dtype or x.dtype, x if dtype is None or _fits(x) else x.astype(dtype)
+    if dtype is None:
+        dtype = x.dtype
+    elif not _fits(x):
+        x = x.astype(dtype)
 
     def some(args: tuple[Array, Array]) -> Array:
         x, words = args

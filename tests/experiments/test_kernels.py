@@ -115,3 +115,21 @@ def test_neighbours_share_what_they_read_and_no_place_is_written_twice():
     column, spread = counted(PLACES).kernels
     assert (column.read, column.written) == (4096 + 4096, 4 * 64 * 1024)
     assert (spread.read, spread.written) == (8 * N, 100 * SECTOR)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "algorithm", "fifteenths"),
+    [("f32", "", 15), ("f32", ", algorithm=dot_bf16_bf16_f32_x6", 6), ("f16", "", 1), ("bf16", "", 1)],
+)
+def test_products_count_by_the_units_that_take_them(dtype, algorithm, fifteenths):
+    """512^3 products, of which tensor cores take fifteen in the time of one in f32."""
+    text = f"""HloModule jit_f, is_scheduled=true
+
+ENTRY %main (a: {dtype}[512,512], b: {dtype}[512,512]) -> f32[512,512] {{
+  %a = {dtype}[512,512]{{1,0}} parameter(0)
+  %b = {dtype}[512,512]{{1,0}} parameter(1)
+  ROOT %dot = f32[512,512]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}{algorithm}
+}}
+"""
+    (kernel,) = counted(text).kernels
+    assert kernel.flops == pytest.approx(2 * 512**3 * fifteenths / 15)
