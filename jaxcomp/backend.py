@@ -358,7 +358,7 @@ def cut_apart(vector: "Array | SparseSum", sizes: Sequence[int]) -> list[Array]:
         return [vector]
     if _on_cpu(vector):
         return backend_cpu.cut_apart(vector, sizes)
-    if platform() == "gpu" and vector.ndim == 1:
+    if platform() == "gpu":
         return backend_gpu.cut_apart(vector, sizes)
     starts = zip(backend_cpu.starts_of(sizes), sizes, strict=True)
     pieces = [lax.slice_in_dim(vector, start, start + size, axis=-1) for start, size in starts]

@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxcomp.backend_cpu import LONG, starts_of
 
-__all__ = ["TOGETHER", "Arriving", "all_there", "count_of_sections", "cut_apart", "made_in_pieces"]
+__all__ = ["TOGETHER", "Arriving", "all_there", "count_of_sections", "cut_apart", "made_in_pieces", "rows_apart"]
 
 Array = jax.Array
 Tree = Any
@@ -28,12 +28,28 @@ SECTION = 2**23  # bytes
 MOST_SECTIONS = 64
 
 
-def cut_apart(vector: Array, sizes: Sequence[int]) -> list[Array]:
+def operands(numbers: Sequence[Any]) -> list[Array]:
+    """The same numbers, i32, which XLA does not know: loops that differ in nothing else are one kernel to compile."""
+    return lax.optimization_barrier([jnp.asarray(number, jnp.int32) for number in numbers])
+
+
+def cut_apart(rows: Array, sizes: Sequence[int]) -> list[Array]:
     """Leaves of one size are one kernel, up to some fifty of them, if XLA cuts them out of a matrix. Out of a vector
-    each would be a copy that the host starts by itself.
+    each would be a copy that the host starts by itself. Pieces of rows are read where they are (`operands`).
     """
-    each = zip(starts_of(sizes), sizes, strict=True)
-    return [lax.slice_in_dim(vector[None], start, start + size, axis=1)[0] for start, size in each]
+    starts = starts_of(sizes)
+    if rows.ndim == 1:
+        each = zip(starts, sizes, strict=True)
+        return [lax.slice_in_dim(rows[None], start, start + size, axis=1)[0] for start, size in each]
+    each = zip(operands(starts), sizes, strict=True)
+    return [lax.dynamic_slice_in_dim(rows, start, size, -1, allow_negative_indices=False) for start, size in each]
+
+
+def rows_apart(stack: Tree) -> list[Tree]:
+    """The rows of stacked arrays, of which each is read where it is (`operands`)."""
+    count = jax.tree.leaves(stack)[0].shape[0]
+    row = lambda number: lambda a: lax.dynamic_index_in_dim(a, number, keepdims=False, allow_negative_indices=False)
+    return [jax.tree.map(row(number), stack) for number in operands(range(count))]
 
 
 def count_of_sections(size: int, entries: int) -> int:
@@ -109,8 +125,7 @@ def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Seque
     """Pieces of these sizes of decode(messages): each of the `APART` largest by itself, if it is long. Of the others
     those that lie side by side are cut out of a vector of their own; where they are few entries, all out of one.
 
-    Each loop decodes some entries of messages that are handed on to it (`_Reader`). Where they begin is an operand: so
-    loops of equal sizes are one kernel to compile.
+    Each loop decodes some entries of messages that are handed on to it (`_Reader`), from where they begin (`operands`).
     """
     order = np.argsort(sizes, kind="stable")[::-1][:APART].tolist()
     large = {i for i in order if sizes[i] >= LONG}
@@ -123,7 +138,7 @@ def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Seque
     ends = [(starts[run[0]], starts[run[-1]] + sizes[run[-1]]) for run in runs]
     if any(2 * (stop - start) > sum(sizes) for start, stop in ends):  # whose sections are half of the message
         messages = all_there(messages)
-    begins = lax.optimization_barrier([jnp.asarray(start, jnp.int32) for start, _ in ends])
+    begins = operands([start for start, _ in ends])
     few = [(starts[i] // TOGETHER, -(-(starts[i] + sizes[i]) // TOGETHER)) for i in small if gathered]
     reader = _Reader(messages, sorted({tile for span in few for tile in range(*span)}))
     for run, (start, stop), begin in zip(runs, ends, begins, strict=True):
@@ -133,7 +148,7 @@ def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Seque
     if gathered and small:
         own = [sizes[i] for i in small]
         shifts, stops = np.asarray(starts)[small] - starts_of(own), np.cumsum(own)
-        shifts, stops = lax.optimization_barrier([jnp.asarray(x, jnp.int32) for x in (shifts, stops)])
+        shifts, stops = operands([shifts, stops])
         entries = jnp.arange(sum(own), dtype=jnp.int32)
         entries += shifts[jnp.searchsorted(stops, entries, side="right", method="scan_unrolled")]
         vector = decode(reader.read_last()).at[entries].get(mode="promise_in_bounds", indices_are_sorted=True)

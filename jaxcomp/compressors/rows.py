@@ -8,6 +8,7 @@ from jax import lax
 
 from jaxcomp.arrays import as_words
 from jaxcomp.backend import materialized, shared_program, zeros_if_shape
+from jaxcomp.backend_gpu import rows_apart
 from jaxcomp.base import Compressor, State, accumulate, advance, for_worker, left, left_of
 
 __all__ = ["Rows", "compress_together", "rows"]
@@ -95,5 +96,5 @@ def compress_together(one: Compressor, keys: list[Array], xs: list[Array], state
     def compress(words, x):
         return one.compress(jax.random.wrap_key_data(words, impl=kind), x, state)[0]
 
-    payloads, structure = jax.tree.flatten(materialized(jax.vmap(compress)(words, jnp.stack(xs))))
-    return [(jax.tree.unflatten(structure, [a[row] for a in payloads]), state.local) for row in range(len(xs))]
+    payloads = materialized(jax.vmap(compress)(words, jnp.stack(xs)))
+    return [(payload, state.local) for payload in rows_apart(payloads)]
