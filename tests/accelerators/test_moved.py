@@ -161,7 +161,7 @@ def test_leaves_of_any_length_are_decoded_in_little_memory_on_a_gpu(name):
 def test_equal_leaves_are_read_by_the_same_few_kernels():
     """Of 16 leaves of three sizes: cut out at places that XLA knew, each had kernels of its own, and copies before."""
     program = step_on("h100", jc.diana(jc.dithering(7)), gpt_like(4, 1024))
-    assert counted(program.text, 0).launches <= 110  # 146
+    assert counted(program.text, 0).launches <= 120  # 146
     assert program.memory / 4 / num_entries(gpt_like(4, 1024)) <= 0.15  # .17
 
 
