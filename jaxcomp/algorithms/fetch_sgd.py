@@ -94,7 +94,7 @@ def fetch_sgd(
             return bounded(add_to_sketch(key, jnp.zeros_like(u), x.reshape(-1), jnp.arange(x.size)))
 
         part = lambda key, u, x: sketched(key, u, x).astype(u.dtype) / here.size  # a sum could overflow
-        total = yield Sum(tuple(map(part, keys, state.momentum, finite(grads))))
+        total = yield Sum(tuple(map(part, keys, state.momentum, map(finite, grads))))
         u = tuple(bounded(momentum * before + new) for before, new in zip(state.momentum, total, strict=True))
         errors, direction = [], []
         for key, before, new, x in zip(keys, state.errors, u, grads, strict=True):

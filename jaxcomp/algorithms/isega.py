@@ -77,7 +77,7 @@ def isega(
 
     def update(here, gradient, state):
         x, (own, mean), states = state
-        message = jax.tree.map(lambda g, h: g.astype(h.dtype) - h, finite(gradient(x)), own)
+        message = jax.tree.map(lambda g, h: finite(g).astype(h.dtype) - h, gradient(x), own)
         sent = yield here.mean(message, states)
         moved, mine = sent.read_by(each_of(kept, here.groups))
         direction = jax.tree.map(jnp.add, mean, sent.mean)

@@ -65,7 +65,7 @@ def loco(compressor: Compressor, *, beta: float = 0.8, reset: int | None = 1024,
         return LocoState(zeros_like(like), jnp.zeros((), jnp.int32), here.start(like))
 
     def update(here, grads, state):
-        h = jax.tree.map(lambda g, e: bounded(g.astype(e.dtype) + e), finite(grads), state.memory)
+        h = jax.tree.map(lambda g, e: bounded(finite(g).astype(e.dtype) + e), grads, state.memory)
         sent = yield here.mean(h, state.compressor)
         e = jax.tree.map(lambda e, r: beta * e + (1 - beta) * r, state.memory, sent.residual)
         if reset is not None:

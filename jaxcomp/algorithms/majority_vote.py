@@ -57,8 +57,8 @@ def majority_vote(momentum: float = 0.9) -> Algorithm:
         return VoteState(zeros_like(wide_like(like)), here.start(like))
 
     def update(here, grads, state):
-        average = lambda m, g: bounded(momentum * m + (1 - momentum) * g.astype(m.dtype))
-        m = jax.tree.map(average, state.momentum, finite(grads))
+        average = lambda m, g: bounded(momentum * m + (1 - momentum) * finite(g).astype(m.dtype))
+        m = jax.tree.map(average, state.momentum, grads)
         sent = yield here.mean(m, state.compressor)
         return jax.tree.map(jnp.sign, sent.mean), VoteState(m, sent.states)
 

@@ -65,7 +65,7 @@ def marina(compressor: Compressor, step_size: float, full: float, *, prox: Prox 
     def update(here, gradient, state):
         coin = state.coin
         x = move(state.x, state.direction, step_size, prox)
-        new = jax.tree.map(lambda g, old: g.astype(old.dtype), finite(gradient(x)), state.gradient)
+        new = jax.tree.map(lambda g, old: finite(g).astype(old.dtype), gradient(x), state.gradient)
 
         def everything(inner):
             mean = yield Sum(jax.tree.map(lambda g: g / here.size, new))  # a sum could overflow

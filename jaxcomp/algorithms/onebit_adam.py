@@ -57,7 +57,7 @@ def onebit_directions(
 
     def update(here, grads, state):
         m, v, steps = state.momentum, state.variance, state.steps
-        grads = jax.tree.map(lambda g, m: g.astype(m.dtype), finite(grads), m)
+        grads = jax.tree.map(lambda g, m: finite(g).astype(m.dtype), grads, m)
 
         def warm_up(memory, inner):
             mean = yield Sum(jax.tree.map(lambda g: g / here.size, grads))  # a sum could overflow

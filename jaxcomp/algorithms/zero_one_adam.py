@@ -82,7 +82,7 @@ def zero_one_updates(
     def update(here, given, state):
         grads, params, step_size = given
         clock = state.clock
-        grads = jax.tree.map(lambda g, m: g.astype(m.dtype), finite(grads), state.momentum)
+        grads = jax.tree.map(lambda g, m: finite(g).astype(m.dtype), grads, state.momentum)
 
         def measured(v):
             mean = yield Sum(jax.tree.map(lambda g: g / here.size, grads))  # a sum could overflow

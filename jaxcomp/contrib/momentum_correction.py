@@ -137,7 +137,7 @@ def _clipped(grads: Any, clip_norm: float | None, workers: int | None) -> Any:
     """Gradients whose norm is at most that of one of the workers, wide; no square, and no norm, overflows."""
     if clip_norm is None or workers is None:
         return grads
-    grads = jax.tree.map(lambda g: g.astype(wide(g.dtype)), finite(grads))
+    grads = jax.tree.map(lambda g: finite(g).astype(wide(g.dtype)), grads)
     leaves = [leaf.reshape(-1) for leaf in jax.tree.leaves(grads) if leaf.size]
     if not leaves:
         return grads
