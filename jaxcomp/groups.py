@@ -38,6 +38,7 @@ __all__ = [
     "Group",
     "Groups",
     "Layout",
+    "compressors_of",
     "groups_of",
     "join",
     "row_size",
@@ -194,16 +195,19 @@ AS_IT_IS = Compressor(
 
 
 class Choice(NamedTuple):
-    """Compressor of the groups of a tree, or of a part of it: vectors, and stacks row by row. Small ones go as they
-    are.
-    """
+    """Compressor of the groups of a tree, or of a part of it: vectors, and stacks row by row."""
 
     vector: Compressor
     stack: Compressor
 
-    def of(self, group: Group) -> Compressor:
-        """The compressor of a group."""
-        return AS_IT_IS if group.small else self.stack if group.is_stack else self.vector
+
+def compressors_of(choices: tuple[Choice, ...], groups: tuple[Group, ...]) -> tuple[Compressor, ...]:
+    """The compressor of each group, by the choice of its part, or the only one; small groups go as they are."""
+    compressors = []
+    for group in groups:
+        choice = choices[group.part if len(choices) > 1 else 0]
+        compressors.append(AS_IT_IS if group.small else choice.stack if group.is_stack else choice.vector)
+    return tuple(compressors)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -24,7 +24,19 @@ from jaxcomp.base import (
 from jaxcomp.checks import is_whole
 from jaxcomp.compressors.rows import Rows, rows
 from jaxcomp.factories import factory
-from jaxcomp.groups import AS_IT_IS, DEFAULT, DENSE_BELOW, Choice, Group, Groups, Layout, groups_of, join, split
+from jaxcomp.groups import (
+    AS_IT_IS,
+    DEFAULT,
+    DENSE_BELOW,
+    Choice,
+    Group,
+    Groups,
+    Layout,
+    compressors_of,
+    groups_of,
+    join,
+    split,
+)
 from jaxcomp.payloads import Dense, Leaves
 
 __all__ = ["as_leaves", "choices_of", "each_of", "flat", "from_leaves", "laid_out", "layout_of", "per_leaf"]
@@ -53,8 +65,7 @@ def choices_of(algorithm: Any) -> tuple[Choice, ...]:
 
 def each_of(algorithm: Any, groups: tuple[Group, ...]) -> tuple[Compressor, ...]:
     """The compressor of each group, of an algorithm or of a compressor."""
-    choices = choices_of(algorithm)
-    return tuple(choices[group.part if len(choices) > 1 else 0].of(group) for group in groups)
+    return compressors_of(choices_of(algorithm), groups)
 
 
 @factory

@@ -84,7 +84,7 @@ from jaxcomp.exchange.state import (
     MeanState,
     is_mean,
 )
-from jaxcomp.groups import Choice, Groups, Layout, groups_of, split, warn_if_dense
+from jaxcomp.groups import Choice, Groups, Layout, compressors_of, groups_of, split, warn_if_dense
 from jaxcomp.payloads import counted, lane_bytes
 
 __all__ = ["Exchange", "Message", "add_counts", "refusal"]
@@ -136,7 +136,7 @@ class Exchange(NamedTuple):
         run = self._taken(tree, workers)
         groups = run._groups(workers, tree)
         warn_if_dense(self.name, groups)
-        compressors = self._compressors(groups)
+        compressors = compressors_of(self.choices, groups.groups)
         shared_key, private_key = jax.random.split(wrap_key(self.root))
         route = State()
         if self.algorithm.compressor is not None:
@@ -170,7 +170,8 @@ class Exchange(NamedTuple):
         grads, arrays = arrays_of(groups)
         way = self._way(groups, workers, (arrays, local, shared))
         measured = shared.count % self.measure == 0 if self.measure else None
-        round_ = Round(self._key(shared, index), groups.groups, self._compressors(groups), index, workers)
+        compressors = compressors_of(self.choices, groups.groups)
+        round_ = Round(self._key(shared, index), groups.groups, compressors, index, workers)
         roles, turn = self.algorithm.roles, _Turn(self, way, index, State(local.route, shared.route), measured)
         before = whole(State(local.algorithm, shared.algorithm), roles)
         out, after = answered(self.algorithm.update(round_, grads, before), turn.answer)
@@ -240,10 +241,6 @@ class Exchange(NamedTuple):
             key = jax.random.fold_in(key, axis_index(self.placement.outer))
         return jax.random.fold_in(key, index)
 
-    def _compressors(self, groups: Groups) -> tuple[Compressor, ...]:
-        several = len(self.choices) > 1
-        return tuple(self.choices[group.part if several else 0].of(group) for group in groups.groups)
-
     def _errors(self, measured: Array, errors: Errors, arrays: list[Array], before: Errors) -> Errors:
         """Errors of this round, or of the last one in which they were measured."""
         typed = lambda x: varying(x, self.placement.every)
@@ -267,7 +264,8 @@ class Exchange(NamedTuple):
             both = self._groups(workers, tree), other._groups(workers, tree)
         except TooLong:
             return self
-        own, chunks = (list(zip(self._compressors(groups), groups.like, strict=True)) for groups in both)
+        pairs = lambda groups: list(zip(compressors_of(self.choices, groups.groups), groups.like, strict=True))
+        own, chunks = map(pairs, both)
         return other if taken(own, chunks, workers, self._levels(workers)) is two_shot else self
 
     def _levels(self, workers: int) -> Link | Levels:
