@@ -7,6 +7,7 @@ hierarchies are the same in all of them.
 """
 
 import copy
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -278,18 +279,20 @@ class Exchange(NamedTuple):
         return options_of(self.name, self.algorithm, groups, **others, **dict(self.others))
 
 
+@dataclasses.dataclass(eq=False)
 class _Turn:
     """Answers what an algorithm asks for in one round.
 
-    Args:
-        exchange: that runs the round. way: for the route. index: number of this worker. state: of the route, from the
-            last round.
-        measured: whether the errors of messages are measured in this round; None if never.
+    exchange: that runs the round. way: for the route. index: number of this worker. state: of the route, from the last
+    round. measured: whether the errors of messages are measured in this round; None if never. counted: what was sent.
     """
 
-    def __init__(self, exchange: Exchange, way: Way, index: Array, state: State, measured: Array | None):
-        self.exchange, self.way, self.index, self.state, self.measured = exchange, way, index, state, measured
-        self.counted: list[Counts] = []
+    exchange: Exchange
+    way: Way
+    index: Array
+    state: State
+    measured: Array | None
+    counted: list[Counts] = dataclasses.field(default_factory=list)
 
     def answer(self, requests: list[Any]) -> list[Any]:
         """The answers to requests: messages together, sums together, conditionals one by one."""
