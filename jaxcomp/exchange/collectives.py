@@ -99,11 +99,6 @@ class Lane(NamedTuple):
     def size(self) -> int:
         return sum(self.sizes)
 
-    @property
-    def width(self) -> int:
-        """Bytes of an entry."""
-        return self.dtype.itemsize
-
 
 def word_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
     """Lanes of unsigned words, for collectives that only move bits: one for each bucket and width of entries.
@@ -199,7 +194,7 @@ def _unpack(lane: Lane, rows: Array, leaves: Sequence[Any], sizes: Sequence[int]
     """[n, m] words as the arrays [n, *shape], where array i fills sizes[i] words of a row."""
     arrays = []
     for i, size, words in zip(lane.places, sizes, cut_apart(rows, sizes), strict=True):
-        ratio = leaves[i].dtype.itemsize // lane.width
+        ratio = leaves[i].dtype.itemsize // lane.dtype.itemsize
         words = words.reshape(len(rows), size // ratio, ratio) if ratio > 1 else words
         arrays.append(lax.bitcast_convert_type(words, leaves[i].dtype))
     return arrays
@@ -233,26 +228,24 @@ def gathered(
     if not axis:
         return jax.tree.map(lambda a: a[None], tree), 0.0
     leaves, structure = jax.tree.flatten(varying(tree, axis))
-    devices, sent = axis_size(replicas) if replicas else 1, 0.0
+    workers, devices, lanes = axis_size(axis), axis_size(replicas), word_lanes(leaves, buckets)
     arrived: list[Any] = [None] * len(leaves)
     before: Any = None
-    for lane in word_lanes(leaves, buckets):
-        (first, *others), workers = lane.places, axis_size(axis)
+    for lane in lanes:
+        first, *others = lane.places
         if per_tile and not others and buckets is None and devices == 1:
             arrived[first] = _arriving(leaves[first], axis, workers, per_tile[first])
         if arrived[first] is not None:
-            sent += _bytes_gathered(lane, workers, devices)
             continue
         words = _pack(lane, leaves)
         if lane.size:
             words = words if buckets is None else _after(words, before)
             before = rows = _shared_out(words, replicas, functools.partial(gather, axis=axis))
         else:
-            rows = proven_equal(jnp.broadcast_to(words, (axis_size(axis), 0)), axis)
+            rows = proven_equal(jnp.broadcast_to(words, (workers, 0)), axis)
         for i, array in zip(lane.places, _unpack(lane, rows, leaves, lane.sizes), strict=True):
-            arrived[i] = array.reshape(len(rows), *leaves[i].shape)
-        sent += _bytes_gathered(lane, len(rows), devices)
-    return jax.tree.unflatten(structure, arrived), sent
+            arrived[i] = array.reshape(workers, *leaves[i].shape)
+    return jax.tree.unflatten(structure, arrived), _bytes_gathered(lanes, workers, devices)
 
 
 def _arriving(own: Array, axis: Axis, workers: int, per_tile: int) -> Arriving | None:
@@ -283,14 +276,14 @@ def gathers_for_less(workers: int, exact: bool) -> bool:
 
 def gather_bytes(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: Sequence[int] | None = None) -> float:
     """Bytes that a device sends in `gathered`."""
-    workers, devices = axis_size(axis), axis_size(replicas)
-    return float(sum(_bytes_gathered(lane, workers, devices) for lane in word_lanes(tree, buckets)))
+    return _bytes_gathered(word_lanes(tree, buckets), axis_size(axis), axis_size(replicas))
 
 
-def _bytes_gathered(lane: Lane, workers: int, devices: int) -> int:
-    """(n - 1) times a device's part of the lane; replicas then send on the n parts."""
-    part = gathered_size(-(-lane.size // devices), lane.width)
-    return part * lane.width * ((workers - 1) + (devices - 1) * workers)
+def _bytes_gathered(lanes: Sequence[Lane], workers: int, devices: int) -> float:
+    """(n - 1) times a device's part of each lane; replicas then send on the n parts."""
+    widths = [lane.dtype.itemsize for lane in lanes]
+    parts = [gathered_size(-(-lane.size // devices), width) * width for lane, width in zip(lanes, widths, strict=True)]
+    return float(sum(parts) * ((workers - 1) + (devices - 1) * workers))
 
 
 def _shared_out(rows: Array, replicas: tuple[str, ...], exchange: Callable[[Array], Array]) -> Array:
@@ -330,11 +323,11 @@ def all_to_all_bytes(tree: Any, axis: Axis, replicas: tuple[str, ...] = ()) -> f
     """Bytes that a device sends in `all_to_all`: all rows but its own, or its part of them; replicas then send on what
     arrived."""
     workers = axis_size(axis)
-    devices, sent = axis_size(replicas) if replicas and workers > 1 else 1, 0
+    devices, sent = axis_size(replicas) if workers > 1 else 1, 0
     for lane in word_lanes(tree):
-        part = -(-(lane.size // workers) // devices)
-        sent += (workers - 1) * exchanged_size(part, lane.width) * lane.width
-        sent += (devices - 1) * workers * gathered_size(part, lane.width) * lane.width if devices > 1 else 0
+        part, width = -(-(lane.size // workers) // devices), lane.dtype.itemsize
+        sent += (workers - 1) * exchanged_size(part, width) * width
+        sent += (devices - 1) * workers * gathered_size(part, width) * width if devices > 1 else 0
     return float(sent)
 
 
@@ -383,7 +376,7 @@ def summed(
     for lane in sum_lanes(leaves, buckets):
         parts = [leaves[i] for i in lane.places]
         parts = parts if buckets is None else _after(parts, before)
-        narrow = lane.width < 4
+        narrow = lane.dtype.itemsize < 4
         sent += _bytes_summed(lane, parts, workers, devices, exact, wide)
         if lane.size == 0:
             totals = [jnp.zeros(part.shape, wide if narrow else lane.dtype) for part in parts]
@@ -391,7 +384,7 @@ def summed(
             totals = sum_arrays([weighted(part, mine) for part in parts], axis)
         else:
             if narrow:  # as words, which XLA for CPU moves as they are: numbers of 16 bits it would widen before
-                lane, kind = lane._replace(dtype=jnp.dtype(f"uint{8 * lane.width}")), lane.dtype
+                lane, kind = lane._replace(dtype=jnp.dtype(f"uint{8 * lane.dtype.itemsize}")), lane.dtype
                 add = lambda words: _mean_in_two_steps(words, kind, axis, weights, exact, wide)  # noqa: B023
             else:
                 add = lambda part: sum_arrays([weighted(part, mine)], axis)[0]
@@ -416,10 +409,11 @@ def _bytes_summed(lane: Lane, parts: Sequence[Any], workers: int, devices: int, 
     """
     if not lane.size:
         return 0.0
-    part, width = -(-lane.size // devices), lane.width
+    part, width = -(-lane.size // devices), lane.dtype.itemsize
     if width < 4:
-        chunk, width = -(-part // workers), jnp.dtype(wide).itemsize if exact else width
-        row = exchanged_size(chunk, lane.width) * lane.width
+        chunk = -(-part // workers)
+        row = exchanged_size(chunk, width) * width
+        width = jnp.dtype(wide).itemsize if exact else width
         sent = (workers - 1) * (row + gathered_size(chunk, width) * width)
     else:
         added = summed_size(parts if devices == 1 else [jax.ShapeDtypeStruct((part,), lane.dtype)])

@@ -32,7 +32,7 @@ def test_few_wide_entries_join_a_narrow_lane():
     (lane,) = lanes.word_lanes(MIXED)
     assert (lane.dtype, lane.size) == (jnp.uint8, 10 + 4 * 6 + 2 * 5 + 4)
     many = MIXED | {"many": jnp.zeros(lanes.FEW_BYTES // 4 + 1)}
-    assert [lane.width for lane in lanes.word_lanes(many)] == [1, 4]
+    assert [lane.dtype.itemsize for lane in lanes.word_lanes(many)] == [1, 4]
     assert [(lane.dtype, lane.size) for lane in lanes.sum_lanes(MIXED)] == [
         (jnp.uint8, 10),
         (jnp.float32, 7),
