@@ -126,7 +126,8 @@ def varying(tree: Any, axis: Axis) -> Any:
 
     def mark(x):
         x = jnp.asarray(x)
-        missing = tuple(name for name in names if name not in _axes_in_type(x))
+        known = varying_axes(x)
+        missing = tuple(name for name in names if name not in known)
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(mark, tree)
@@ -134,7 +135,7 @@ def varying(tree: Any, axis: Axis) -> Any:
 
 def types_tell(axis: Axis) -> bool:
     """Whether types say what is equal on all workers: inside `shard_map` with its default check_vma=True."""
-    return is_manual(axis) and set(axis_names(axis)) <= _axes_in_type(varying(jnp.zeros(()), axis))
+    return is_manual(axis) and set(axis_names(axis)) <= set(varying_axes(varying(jnp.zeros(()), axis)))
 
 
 def known_equal(tree: Any, axis: Axis) -> list[str]:
@@ -143,7 +144,7 @@ def known_equal(tree: Any, axis: Axis) -> list[str]:
         return []
     names = set(axis_names(axis))
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [jax.tree_util.keystr(path) for path, x in leaves if not names & _axes_in_type(jnp.asarray(x))]
+    return [jax.tree_util.keystr(path) for path, x in leaves if not names & set(varying_axes(x))]
 
 
 def unknown_axes(tree: Any, axis: Axis, named: tuple[str, ...]) -> tuple[list[str], list[str]]:
@@ -155,7 +156,7 @@ def unknown_axes(tree: Any, axis: Axis, named: tuple[str, ...]) -> tuple[list[st
     if not is_manual(axis):
         return [], []
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
-    differ = {name for x in leaves for name in _axes_in_type(x)} - set(named)
+    differ = set(varying_axes(leaves)) - set(named)
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     open_ = [name for name in mesh.axis_names if name not in manual and mesh.shape[name] > 1]
     specs = [str(jax.typeof(x).sharding.spec) for x in leaves]
@@ -165,11 +166,8 @@ def unknown_axes(tree: Any, axis: Axis, named: tuple[str, ...]) -> tuple[list[st
 
 def varying_axes(tree: Any) -> tuple[str, ...]:
     """All mesh axes over which some array differs, as far as types tell."""
-    return tuple(sorted({name for x in jax.tree.leaves(tree) for name in _axes_in_type(jnp.asarray(x))}))
-
-
-def _axes_in_type(x: Array) -> frozenset:
-    return jax.typeof(x).manual_axis_type.varying
+    types = [jax.typeof(jnp.asarray(x)) for x in jax.tree.leaves(tree)]
+    return tuple(sorted({name for each in types for name in each.manual_axis_type.varying}))
 
 
 def _manual_axes() -> set[str]:

@@ -602,7 +602,7 @@ def send(x: Array, pairs: Sequence[tuple[int, int]], axis: Axis) -> Array:
     Under vmap, where nothing is sent, only whole permutations are allowed: the pairs are completed
     to one, and what was not asked for is dropped.
     """
-    if set(axis_names(axis)) <= set(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())):
+    if is_manual(axis):
         return lax.ppermute(x, axis, pairs)
     workers = range(axis_size(axis))
     targets = dict(pairs)
