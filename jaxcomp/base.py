@@ -435,22 +435,21 @@ def sides(state: Any, roles: Any) -> State:
             f"{type(state).__name__}.{unknown[0]} has no role, so nobody knows where it is, nor what becomes of it "
             "with other workers; name it in the roles of the algorithm (jaxcomp.base.ROLES)"
         )
-    both = {name: _sides_of(name, value, roles[name]) for name, value in state._asdict().items()}
-    local, shared = ({name: pair[side] for name, pair in both.items()} for side in (0, 1))
+    local, shared = {}, {}
+    for name, value in state._asdict().items():
+        role = roles[name]
+        if isinstance(role, Mapping):
+            pair = sides(value, role)
+        elif role in ("shift", "compressor"):
+            if not all(isinstance(one, State) for one in ([value] if role == "shift" else value)):
+                raise ValueError(f"{name} has the role {role!r}, and is no `State` with a local and a shared side")
+            pair = value if role == "shift" else _paired(value)
+        elif role in ROLES:
+            pair = (value, ()) if role in LOCAL else ((), value)
+        else:
+            raise ValueError(f"{name} has the unknown role {role!r}; it must be one of {', '.join(ROLES)}")
+        local[name], shared[name] = pair
     return State(type(state)(**local), type(state)(**shared))
-
-
-def _sides_of(name: str, value: Any, role: Any) -> State:
-    if isinstance(role, Mapping):
-        return sides(value, role)
-    if role not in ROLES:
-        raise ValueError(f"{name} has the unknown role {role!r}; it must be one of {', '.join(ROLES)}")
-    if role in ("shift", "compressor"):
-        each = [value] if role == "shift" else value
-        if not all(isinstance(one, State) for one in each):
-            raise ValueError(f"{name} has the role {role!r}, and is no `State` with a local and a shared side")
-        return value if role == "shift" else _paired(value)
-    return State(value, ()) if role in LOCAL else State((), value)
 
 
 def _paired(states: Any) -> State:
