@@ -73,8 +73,9 @@ def like_of(tree: Tree) -> Tree:
     >>> like_of({"w": jnp.zeros((2, 3))})
     {'w': ShapeDtypeStruct(shape=(2, 3), dtype=float32)}
     """
-
-    def one(path, leaf):
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    like = []
+    for path, leaf in leaves:
         shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.floating):
             where = jax.tree_util.keystr(path) or "the array"
@@ -85,9 +86,8 @@ def like_of(tree: Tree) -> Tree:
                 "Integers of a model are not trained: differentiate with respect to the other leaves alone, and give "
                 "these to the loss by keyword; a Flax NNX model is split before, nnx.split(model, nnx.Param, ...)."
             )
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    return jax.tree_util.tree_map_with_path(one, tree)
+        like.append(jax.ShapeDtypeStruct(shape, dtype))
+    return structure.unflatten(like)
 
 
 def wide_like(tree: Tree) -> Tree:
