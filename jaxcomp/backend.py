@@ -629,12 +629,12 @@ def made(arrays: Tree) -> Tree:
 
 
 def is_lazy(messages: SparseSum) -> bool:
-    """Whether a sum of messages is worth to be left unmade, for leaves that are made by themselves.
+    """Whether a sum of messages, a vector of `LONG` entries or more, is worth to be left unmade, for leaves that are
+    made by themselves.
 
     Not on TPUs, which add entries one after the other: each leaf would take as long as the vector.
     """
-    long = messages.size >= LONG and SPARSE * messages.indices.size <= messages.size
-    return long and platform() != "tpu"
+    return SPARSE * messages.indices.size <= messages.size and platform() != "tpu"
 
 
 def of_entries(entries: Callable[..., tuple[Array, Array]], ascending: bool = True) -> tuple[Callable, Callable, Any]:

@@ -21,6 +21,7 @@ from jax.core import Tracer
 
 from jaxcomp.arrays import bounded, key_data, wide, wrap_key
 from jaxcomp.backend import (
+    LONG,
     all_there,
     in_place,
     is_apart,
@@ -554,7 +555,7 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], s
         weights = jnp.full((way.workers,), way.share, like.dtype)
 
     def total(payloads: Any, weights: Any, shared: Any) -> Any:
-        if sizes and compressor.entries is not None:
+        if sizes and like.size >= LONG and compressor.entries is not None:
             found = compressor.entries(payloads, weights, shared, like)
             if is_lazy(found):
                 return found
