@@ -154,22 +154,25 @@ class Exchange(NamedTuple):
         check_inside(self.name, options, self.placement)
         return closed(local, shared, Description(self.placement.identity, groups, self.roles, chosen, options))
 
-    def step(self, state: Any, arrays_of: Callable[[Groups], tuple[Any, list[Array]]]) -> tuple[Any, MeanState]:
+    def step(
+        self, state: Any, grads_of: Callable[[Groups], Any], arrays: Sequence[Array] = ()
+    ) -> tuple[Any, MeanState]:
         """One round.
 
         Args:
             state: of this device.
-            arrays_of: groups -> (what `Algorithm.update` takes for gradients, arrays whose non-finite entries count).
+            grads_of: groups -> what `Algorithm.update` takes for gradients.
+            arrays: those whose non-finite entries count.
 
         Returns:
             What `Algorithm.update` returns, and the state after the round.
         """
         chosen = state.about.route if self.route.name == "auto" and isinstance(state, MeanState) else ""
         if chosen:  # two shots, when the state was made
-            return self._replace(route=route_of(chosen)).step(state, arrays_of)
+            return self._replace(route=route_of(chosen)).step(state, grads_of, arrays)
         workers, index = workers_here(self.name, self.placement)
         local, shared, groups = self._opened(state, workers)
-        grads, arrays = arrays_of(groups)
+        grads = grads_of(groups)
         way = self._way(groups, workers, (arrays, local, shared))
         measured = shared.count % self.measure == 0 if self.measure else None
         compressors = compressors_of(self.choices, groups.groups)
@@ -243,7 +246,7 @@ class Exchange(NamedTuple):
             key = jax.random.fold_in(key, axis_index(self.placement.outer))
         return jax.random.fold_in(key, index)
 
-    def _errors(self, measured: Array, errors: Errors, arrays: list[Array], before: Errors) -> Errors:
+    def _errors(self, measured: Array, errors: Errors, arrays: Sequence[Array], before: Errors) -> Errors:
         """Errors of this round, or of the last one in which they were measured."""
         typed = lambda x: varying(x, self.placement.every)
         bad = lax.cond(measured, lambda: typed(nonfinite(arrays)), lambda: typed(jnp.zeros((), jnp.float32)))

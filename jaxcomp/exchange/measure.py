@@ -44,7 +44,7 @@ def errors_of(message: Any, own: Any) -> Errors:
     return Errors(error, norm_of(message), jnp.zeros((), jnp.float32))
 
 
-def nonfinite(arrays: list[Array]) -> Array:
+def nonfinite(arrays: Sequence[Array]) -> Array:
     """Number of NaN and infinite entries, f32[]. They are counted only where the sum is not finite: that is quicker."""
     clean = jnp.isfinite(sum([jnp.sum(x).astype(jnp.float32) for x in arrays], jnp.zeros((), jnp.float32)))
     none = clean.astype(jnp.int32) * 0  # with the types of all arrays

@@ -243,11 +243,11 @@ def _mean(
         del params, extra
         check_gradients(grads, placement)
 
-        def arrays_of(groups):
+        def grads_of(groups):
             with jax.named_scope("jc_layout"):
-                return split(groups, grads, pieces=run.algorithm.pieces), jax.tree.leaves(grads)
+                return split(groups, grads, pieces=run.algorithm.pieces)
 
-        direction, after = run.step(state, arrays_of)
+        direction, after = run.step(state, grads_of, jax.tree.leaves(grads))
         with jax.named_scope("jc_layout"):
             return join(after.about.groups, direction, grads), after
 

@@ -191,8 +191,8 @@ def zero_one_adam(
         count = state.shared.count
         rate = learning_rate(count) if callable(learning_rate) else learning_rate
         rate = jnp.asarray(rate, jnp.float32)
-        given = lambda groups: ((split(groups, grads), split(groups, params), rate), jax.tree.leaves(grads))
-        updates, after = run.step(state, given)
+        given = lambda groups: (split(groups, grads), split(groups, params), rate)
+        updates, after = run.step(state, given, jax.tree.leaves(grads))
         return join(after.about.groups, updates, params), after
 
     return Transformation(init, update)  # pyright: ignore[reportArgumentType]

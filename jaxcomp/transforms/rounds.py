@@ -48,7 +48,7 @@ class _Gradient:
             grads = self.function(varying(x, self.axes))
         for i, level in enumerate(self.inner):
             own = grads
-            direction, self.states[i] = level.step(self.states[i], lambda groups: (split(groups, own), []))  # noqa: B023
+            direction, self.states[i] = level.step(self.states[i], lambda groups: split(groups, own))  # noqa: B023
             grads = join(self.states[i].about.groups, direction)
         return grads
 
@@ -121,7 +121,7 @@ def rounds(
     def step(state, gradient):
         *before, own = state if partial else (state,)
         oracle = _Gradient(gradient, inner, before, every, shares)
-        _, after = run.step(own, lambda groups: (lambda x: split(groups, oracle(join(groups, x))), []))
+        _, after = run.step(own, lambda groups: lambda x: split(groups, oracle(join(groups, x))))
         bits = jnp.sum(after.local.counts.code_bits)
         return (*oracle.states, after) if partial else after, bits
 

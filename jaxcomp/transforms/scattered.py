@@ -149,7 +149,7 @@ def scattered_mean(
             shape = (*leaf.shape[:k], leaf.shape[k] // count, *leaf.shape[k + 1 :])
             shards.append(jax.ShapeDtypeStruct(shape, leaf.dtype))
         rows = rows_of(shards)
-        (direction,), after = run.step(state, lambda groups: (split(groups, rows.stack(leaves)), leaves))
+        (direction,), after = run.step(state, lambda groups: split(groups, rows.stack(leaves)), leaves)
         return jax.tree.unflatten(structure, rows.cut(direction, [leaf.dtype for leaf in leaves])), after
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
