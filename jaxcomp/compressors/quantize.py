@@ -205,14 +205,14 @@ def _inverses(unit: Array) -> tuple[Array, Array]:
     return a, _inverse(unit * a)
 
 
-def _codes(x: Array, inverses: tuple[Array, Array], noise: Array, most: int) -> Array:
+def _codes(x: Array, inverses: tuple[Array, ...], noise: Array, most: int) -> Array:
     """Codes of entries, rounded at random: `zigzag` of levels at most `most`, 2 l - 1 for l > 0, 2 |l| for l <= 0."""
     position = (jnp.abs(finite(x)) * inverses[0]) * inverses[1]
     level = jnp.minimum(position + noise.astype(x.dtype), most).astype(jnp.int32)  # neither is negative: floor
     return jnp.maximum(2 * level - 1 + (x < 0).astype(jnp.int32), 0).astype(jnp.uint32)
 
 
-def _codes_of_halves(x: Array, inverses: tuple[Array, Array], half: Array, most: int) -> Array:
+def _codes_of_halves(x: Array, inverses: tuple[Array, ...], half: Array, most: int) -> Array:
     """The same with noise (half + 1/2) 2^-16."""
     return _codes(x, inverses, as_uniform(half), most)
 
