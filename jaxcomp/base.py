@@ -214,6 +214,10 @@ class Mean(NamedTuple):
     states: tuple[State, ...]
     groups: tuple[Any, ...]
 
+    def __getattr__(self, name: str) -> Any:
+        answer = f"write sent = yield here.mean(...), then sent.{name}"
+        raise AttributeError(f"a request for a mean, not its answer, has no {name!r}: {answer}")
+
 
 class Sum(NamedTuple):
     """Asks for the sum over the workers of each array of a tree, uncompressed.
@@ -321,6 +325,12 @@ def keys_of(key: Array, groups: tuple[Any, ...]) -> tuple[Array, ...]:
     return tuple(key if group.number is None else own for group, own in zip(groups, each, strict=True))
 
 
+NO_REQUEST = (
+    "an algorithm yields requests, one or a list: yield here.mean(...), yield Sum(...), yield Cond(...), not by "
+    "yield from; got {}"
+)
+
+
 def answered(steps: Any, answer: Callable[[list[Any]], list[Any]]) -> Any:
     """Runs an algorithm to its end: what a generator asks for is answered, and what it returns is returned.
 
@@ -337,7 +347,10 @@ def answered(steps: Any, answer: Callable[[list[Any]], list[Any]]) -> Any:
             asked = steps.send(reply)
         except StopIteration as end:
             return end.value
-        replies = answer(asked if isinstance(asked, list) else [asked])
+        several = asked if isinstance(asked, list) else [asked]
+        if wrong := [type(request).__name__ for request in several if not isinstance(request, Mean | Sum | Cond)]:
+            raise TypeError(NO_REQUEST.format(wrong[0]))
+        replies = answer(several)
         reply = replies if isinstance(asked, list) else replies[0]
 
 
@@ -428,13 +441,18 @@ def sides(state: Any, roles: Any) -> State:
     if roles and all(isinstance(name, int) for name in roles):
         return _paired(sides(part, roles[i]) for i, part in enumerate(state))
     if not hasattr(state, "_fields"):
-        raise ValueError(f"the state of an algorithm must be a NamedTuple; got {type(state).__name__}")
+        raise ValueError(
+            f"the state of an algorithm must be a NamedTuple; got {type(state).__name__}. Its update returns "
+            "(direction, state), in this order"
+        )
     unknown = [name for name in state._fields if name not in roles]
     if unknown:
         raise ValueError(
             f"{type(state).__name__}.{unknown[0]} has no role, so nobody knows where it is, nor what becomes of it "
             "with other workers; name it in the roles of the algorithm (jaxcomp.base.ROLES)"
         )
+    if nowhere := [name for name in roles if name not in state._fields]:
+        raise ValueError(f"the roles name {nowhere[0]!r}, of which {type(state).__name__} has no field")
     local, shared = {}, {}
     for name, value in state._asdict().items():
         role = roles[name]

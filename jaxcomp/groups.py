@@ -358,12 +358,16 @@ def _grouped(layout: Layout, leaves: dict[int, Any], paths: list[str], bare: boo
     return made
 
 
-def warn_if_dense(name: str, groups: Groups) -> None:
-    """Warns where every leaf goes as it is, so that a compressor, or a matrix of it, does nothing."""
-    if groups.groups and all(group.small for group in groups.groups):
-        size = sum(leaf.size for leaf in jax.tree.leaves(groups.tree))
+def warn_if_dense(name: str, *parts: Groups) -> None:
+    """Warns where every leaf, of all parts of a tree, goes as it is, so that a compressor, or a matrix of it, does
+    nothing.
+    """
+    groups = [group for part in parts for group in part.groups]
+    if groups and all(group.small for group in groups):
+        leaves = [leaf for part in parts for leaf in jax.tree.leaves(part.tree)]
+        size = sum(leaf.size for leaf in leaves)
         warnings.warn(
-            f"{name}: nothing is compressed: {len(groups.shapes)} leaves with {size} entries together are sent as they "
+            f"{name}: nothing is compressed: {len(leaves)} leaves with {size} entries together are sent as they "
             "are, since small leaves cost more to compress than they save. To compress them all the same, wrap the "
             "compressor, jc.flat(compressor), or give dense_below=0 where there is that option",
             stacklevel=3,

@@ -179,7 +179,11 @@ class Exchange(NamedTuple):
         round_ = Round(self._key(shared, index), groups.groups, compressors, index, workers)
         roles, turn = self.algorithm.roles, _Turn(self, way, index, State(local.route, shared.route), measured)
         before = whole(State(local.algorithm, shared.algorithm), roles)
-        out, after = answered(self.algorithm.update(round_, grads, before), turn.answer)
+        ended = answered(self.algorithm.update(round_, grads, before), turn.answer)
+        if not isinstance(ended, tuple) or len(ended) != 2:
+            got = type(ended).__name__
+            raise TypeError(f"{self.name}: the update of an algorithm returns (direction, state); got {got}")
+        out, after = ended
         kept, counts = sides(after, roles), add_counts(turn.counted, local.counts.since)
         errors = NO_ERRORS if measured is None else self._errors(measured, counts.errors, arrays, local.counts.errors)
         local = MeanLocal(kept.local, turn.state.local, counts._replace(errors=errors))

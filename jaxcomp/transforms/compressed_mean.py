@@ -24,6 +24,7 @@ Routes (`jaxcomp.exchange.routes`), with the lane bytes that a worker sends, of 
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,8 @@ from jaxcomp.exchange.axes import Axis, Placement, axis_names, check_gradients, 
 from jaxcomp.exchange.binding import exchange_of
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.routes import Route
-from jaxcomp.groups import Buckets, join, split
+from jaxcomp.exchange.state import means_in
+from jaxcomp.groups import Buckets, join, split, warn_if_dense
 from jaxcomp.paths import numbers_by_path, same_leaves
 from jaxcomp.transforms.rows import with_before, with_rows
 from jaxcomp.transforms.scattered import cut_dimension, scattered_mean
@@ -337,7 +339,11 @@ def _by_shards(
     def init(params):
         like_of(params)
         each = zip(means_for(params), parted(params), strict=True)
-        return tuple(mean.init(part) if jax.tree.leaves(part) else () for mean, part in each)
+        with warnings.catch_warnings():  # of a part, whose leaves may all be small beside the others
+            warnings.filterwarnings("ignore", ".*nothing is compressed")
+            states = tuple(mean.init(part) if jax.tree.leaves(part) else () for mean, part in each)
+        warn_if_dense("compressed_mean", *(mean.about.groups for mean in means_in(states)))
+        return states
 
     def update(grads, state, params=None, **extra):
         del params, extra

@@ -1,5 +1,7 @@
 """What holds for every algorithm: worlds agree, shared state is shared, nothing is traced twice, errors say why."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from variants import variants
 from worlds import AXIS, gradients, run_on_host, run_pmap, run_shard_map, run_vmap
 
 import jaxcomp as jc
+from jaxcomp.base import Algorithm
 
 N, ROUNDS = 4, 5
 WORLDS = {
@@ -199,3 +202,60 @@ def test_algorithms_take_optax_style_trees():
     tx = jc.compressed_mean(jc.error_feedback(jc.top_k(0.1)), None)
     direction, _ = jax.jit(tx.update)(tree, tx.init(tree))
     assert jax.tree.structure(direction) == jax.tree.structure(tree)
+
+
+class Kept(NamedTuple):
+    memory: tuple
+    compressor: tuple
+
+
+def forgets_yield(here, grads, state):
+    sent = here.mean(grads, state.compressor)
+    return sent.direction, state
+    yield
+
+
+def yields_from(here, grads, state):
+    sent = yield from here.mean(grads, state.compressor)
+    return sent.direction, state
+
+
+def yields_gradients(here, grads, state):
+    yield grads
+
+
+def returns_nothing(here, grads, state):
+    yield here.mean(grads, state.compressor)
+
+
+def returns_state_first(here, grads, state):
+    sent = yield here.mean(grads, state.compressor)
+    return state, sent.direction
+
+
+def does_it_right(here, grads, state):
+    sent = yield here.mean(grads, state.compressor)
+    return sent.direction, Kept(sent.residual, sent.states)
+
+
+ROLES = {"memory": "memory", "compressor": "compressor"}
+MISTAKES = {
+    forgets_yield: (ROLES, "write sent = yield here.mean.*, then sent.direction"),
+    yields_from: (ROLES, "an algorithm yields requests, .* not by yield from; got .*Tracer"),
+    yields_gradients: (ROLES, "an algorithm yields requests, .*; got tuple"),
+    returns_nothing: (ROLES, "the update of an algorithm returns .direction, state.; got NoneType"),
+    returns_state_first: (
+        ROLES,
+        "must be a NamedTuple; got tuple. Its update returns .direction, state., in this order",
+    ),
+    does_it_right: (ROLES | {"clock": "coin"}, "the roles name 'clock', of which Kept has no field"),
+}
+
+
+@pytest.mark.parametrize("update", MISTAKES, ids=lambda update: update.__name__)
+def test_mistakes_in_an_algorithm_of_ones_own_are_named(update):
+    roles, said = MISTAKES[update]
+    init = lambda here, like: Kept(tuple(jnp.zeros(x.shape) for x in like), here.start(like))
+    tx = jc.compressed_mean(Algorithm(init, update, roles, jc.top_k(0.1)), AXIS)
+    with pytest.raises((AttributeError, TypeError, ValueError), match=said):
+        run_vmap(tx, TREE, gradients(0, 1, N, TREE))

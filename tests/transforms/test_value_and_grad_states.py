@@ -143,6 +143,19 @@ FORMS = {
 }
 
 
+def test_small_leaves_beside_large_shards_are_no_warning():
+    """Leaves of one sharding are laid out by themselves; all of the biases here are small."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    grad_fn = jc.value_and_grad(lambda p, x: jnp.mean((x @ p["w"] + p["b"]) ** 2), TOP_K, mesh)
+    placed = lambda size: {
+        "w": jax.device_put(jnp.ones((8, size)), NamedSharding(mesh, P(None, "model"))),
+        "b": jax.device_put(jnp.zeros(size), NamedSharding(mesh, P())),
+    }
+    grad_fn.init(placed(1024))
+    with pytest.warns(UserWarning, match="nothing is compressed: 2 leaves with 80 entries"):
+        grad_fn.init(placed(16))
+
+
 @pytest.mark.parametrize(
     ("form", "wrt"),
     [(form, nnx.Param) for form in FORMS] + [("a mean", nnx.Any(nnx.LoRAParam, nnx.PathContains("norm")))],
