@@ -11,6 +11,8 @@ from test_docs import DEVELOPMENT, code_of
 
 import jaxcomp as jc
 from jaxcomp.base import State
+from jaxcomp.exchange.routes import GATHER, ROUTES
+from jaxcomp.exchange.routes.route import gathering_route
 from jaxcomp.payloads import Dense
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -94,7 +96,33 @@ BROKEN = {
 }
 
 
+OF_ROUTES = {
+    "gathered": (
+        lambda parcels, way: (jax.tree.map(lambda a: jnp.roll(a, 1, 0), GATHER.gather(parcels, way)[0]), 0.0),
+        "directions of error_feedback.top_k. among 3 workers are those of via=.gather., bit for bit; .* entries differ",
+    ),
+    "sent": (lambda parcels, way: (GATHER.gather(parcels, way)[0], 9.0), "a device sends .* among 3; the route says 9"),
+}
+OF_ROUTES["on devices"] = (OF_ROUTES["gathered"][0], "on 3 devices are those of")
+
+
+@pytest.mark.parametrize("law", OF_ROUTES)
+def test_a_broken_law_of_a_route_is_said_in_words(law):
+    gather, said = OF_ROUTES[law]
+    few = {"workers": [3], "algorithms": {"error_feedback(top_k)": jc.error_feedback(jc.top_k(0.05))}}
+    with pytest.raises(jc.testing.LawBroken, match=rf"(?s)the route 'own' breaks 1 of 1 laws\n  {law}: .*{said}"):
+        jc.testing.check_route(gathering_route("own", gather), laws=[law], **few)
+
+
+def test_what_is_no_route_that_gathers_is_refused():
+    with pytest.raises(TypeError, match=r"needs a jaxcomp\.exchange\.routes\.Route; got 'gather'"):
+        jc.testing.check_route("gather")
+    with pytest.raises(ValueError, match="'sum' does not bring the payloads"):
+        jc.testing.check_route(ROUTES["sum"])
+
+
 def test_each_law_is_broken_by_something():
+    assert set(OF_ROUTES) == set(jc.testing.ROUTE_LAWS)
     assert set(BROKEN) == set(jc.testing.LAWS)
     assert set(BAD) == set(jc.testing.ALGORITHM_LAWS)
 

@@ -1,11 +1,12 @@
-"""The laws of compressors and algorithms (`jaxcomp.base`), for those of your own. Needs no test framework.
+"""The laws of compressors, algorithms and routes, for those of your own. Needs no test framework.
 
-`check` and `check_algorithm` try every law and raise one `LawBroken` with a sentence for each that does not hold. The
-laws stand in `LAWS` and `ALGORITHM_LAWS` by name.
+`check`, `check_algorithm` and `check_route` try every law and raise one `LawBroken` with a sentence for each that does
+not hold. The laws stand in `LAWS`, `ALGORITHM_LAWS` and `ROUTE_LAWS` by name.
 """
 
 from jaxcomp.testing.algorithms import ALGORITHM_LAWS, check_algorithm
 from jaxcomp.testing.compressors import LAWS, Subject, check
 from jaxcomp.testing.law import LawBroken
+from jaxcomp.testing.routes import ROUTE_LAWS, check_route
 
-__all__ = ["ALGORITHM_LAWS", "LAWS", "LawBroken", "Subject", "check", "check_algorithm"]
+__all__ = ["ALGORITHM_LAWS", "LAWS", "ROUTE_LAWS", "LawBroken", "Subject", "check", "check_algorithm", "check_route"]

@@ -106,7 +106,8 @@ def test_every_route_on_every_mesh(case, seed):
 # ------------------------------------------------------------------------------------------------
 # Routes that bring payloads together give the same mean, bit for bit
 
-TOGETHER = ["gather", "concat", "ring", "ragged"]
+GATHERING = [name for name, route in ROUTES.items() if route.gather is not None]
+TOGETHER = [name for name in GATHERING if name != "ladder"]  # which has a test of its own
 COMPRESSORS = {
     "uneven": uneven(COUNTS),
     "bf16": uneven(COUNTS, jnp.bfloat16),
@@ -155,6 +156,23 @@ def test_ladder_gives_bitwise_the_gathered_mean(name, like, seed):
         assert bits(got["gather"][0]) == bits(got["ladder"][0])
     agreed = 2 * (N - 1) / N * 4  # bytes, of the length; codes of entries that hardly differ in length save nothing
     assert got["ladder"][1] < got["gather"][1] + (0 if name == "uneven" else agreed + 1)
+
+
+FEW = {"workers": [3], "algorithms": {"error_feedback(top_k)": jc.error_feedback(jc.top_k(0.05))}}
+BY_DATA = {"ragged", "ladder"}  # whose bytes depend on the data, or are not those of a CPU
+TRIED = [
+    pytest.param(name, options, id=f"{name}-{'few' if options else 'all'}", marks=[pytest.mark.slow] * slow)
+    for name in GATHERING
+    for options in (FEW, {})
+    for slow in [name == "ladder" or not options]
+]
+
+
+@pytest.mark.filterwarnings("ignore:via=")
+@pytest.mark.parametrize(("name", "options"), TRIED)
+def test_every_route_that_brings_payloads_obeys_the_laws_of_routes(name, options):
+    laws = [law for law in jc.testing.ROUTE_LAWS if law != "sent" or name not in BY_DATA]
+    assert jc.testing.check_route(ROUTES[name], laws=laws, **options) == tuple(laws)
 
 
 def test_mean_is_that_of_vmap_and_of_a_mesh_without_types(seed):

@@ -1,0 +1,151 @@
+"""The laws of routes: each is a function that raises `LawBroken` with one sentence."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxcomp.algorithms.direct import direct
+from jaxcomp.algorithms.error_feedback import error_feedback
+from jaxcomp.base import Algorithm
+from jaxcomp.compressors.quantize import dithering
+from jaxcomp.compressors.sparsify import top_k
+from jaxcomp.exchange.measure import info
+from jaxcomp.exchange.routes import GATHER, Route
+from jaxcomp.ledger import ledger
+from jaxcomp.state.specs import init_state
+from jaxcomp.testing.law import all_hold, broken, equal
+from jaxcomp.transforms.compressed_mean import compressed_mean
+
+__all__ = ["ROUTE_LAWS", "check_route"]
+
+AXIS = "workers"
+PARAMS = {"bias": jnp.zeros(7), "kernel": jnp.zeros((40, 50)), "long": jnp.zeros(9001)}
+ALGORITHMS = {"error_feedback(top_k)": error_feedback(top_k(0.05)), "direct(dithering)": direct(dithering(7))}
+
+
+def check_route(
+    route: Route,
+    *,
+    workers: Iterable[int] = (2, 3, 4),
+    algorithms: dict[str, Algorithm] | None = None,
+    laws: Iterable[str] | None = None,
+) -> tuple[str, ...]:
+    """Holds a route that brings all payloads to all workers to what via="gather" brings.
+
+    Directions are bitwise those of "gather" for each number of workers, under vmap and, where there are so many
+    devices, under `shard_map`, where the bytes that the route says are those of the compiled program (`jc.ledger`).
+    The route may refuse some numbers of workers by a ValueError, not all.
+
+    Args:
+        route: with a `gather`, as `gathering_route` makes it.
+        workers: numbers of workers to try.
+        algorithms: by name; None: error feedback with top-k, and dithering.
+        laws: names of `ROUTE_LAWS`; None: all. Leave out "sent" for a route whose bytes depend on the data.
+
+    Returns:
+        The names of the laws that were tried.
+
+    Raises:
+        LawBroken: (an AssertionError) with a sentence for each law that does not hold.
+        TypeError: no route.
+        ValueError: a route without a `gather`, or one that refuses all these numbers of workers.
+
+    >>> import jaxcomp as jc
+    >>> from jaxcomp.exchange.routes.route import gathering_route
+    >>> shifted = gathering_route("shifted", lambda parcels, way: (
+    ...     jax.tree.map(lambda a: jnp.roll(a, 1, 0), GATHER.gather(parcels, way)[0]), 0.0))
+    >>> jc.testing.check_route(shifted, workers=[2])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    jaxcomp.testing.law.LawBroken: the route 'shifted' breaks ...
+    """
+    if not isinstance(route, Route):
+        raise TypeError(f"testing.check_route needs a jaxcomp.exchange.routes.Route; got {route!r}")
+    if route.gather is None:
+        raise ValueError(f"testing.check_route: the route {route.name!r} does not bring the payloads: it has no gather")
+    found = ALGORITHMS if algorithms is None else algorithms
+    numbers, refused = [], ""
+    for n in workers:
+        try:
+            jax.eval_shape(*_simulated(route, next(iter(found.values())), n))
+            numbers.append(n)
+        except ValueError as error:
+            refused = str(error)
+    if not numbers:
+        raise ValueError(f"testing.check_route: {route.name!r} takes none of these numbers of workers: {refused}")
+    tried = Tried(route, found, numbers)
+    return all_hold(f"the route {route.name!r}", ROUTE_LAWS, laws, lambda law: ROUTE_LAWS[law](tried))
+
+
+def _gradients(n: int) -> Any:
+    rng = np.random.default_rng(n)
+    return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal((n, *p.shape)), jnp.float32), PARAMS)
+
+
+def _simulated(route: Route, algorithm: Algorithm, n: int) -> tuple[Any, ...]:
+    """A round under vmap, and its arguments."""
+    tx = compressed_mean(algorithm, AXIS, via=route)
+    state, axes = init_state(tx, PARAMS, n, AXIS)
+    step = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
+    return jax.jit(step), _gradients(n), state
+
+
+def _on_devices(route: Route, algorithm: Algorithm, n: int) -> tuple[Any, ...]:
+    """The same on n devices."""
+    mesh = jax.make_mesh((n,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
+    tx = compressed_mean(algorithm, AXIS, via=route)
+    state, specs = init_state(tx, PARAMS, mesh, AXIS)
+    step = lambda grads, state: tx.update(jax.tree.map(lambda g: g[0], grads), state)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(AXIS), specs), out_specs=(P(), specs))
+    return jax.jit(mapped), _gradients(n), state
+
+
+class Tried:
+    """A route among some numbers of workers. What ran is kept."""
+
+    def __init__(self, route: Route, algorithms: dict[str, Algorithm], numbers: list[int]):
+        self.route, self.algorithms = route, algorithms
+        self.simulated = [(name, n) for name in algorithms for n in numbers]
+        self.placed = [(name, n) for name, n in self.simulated if n <= jax.device_count()]
+
+    @functools.cache  # noqa: B019
+    def round(self, route: Route, make: Callable[..., Any], name: str, n: int) -> tuple[Any, float, Any]:
+        """Directions of a round, the bytes that a worker sends, and the program with its arguments."""
+        step, *args = make(route, self.algorithms[name], n)
+        direction, after = step(*args)
+        return direction, float(info(after).sent_bytes), (step, *args)
+
+
+def _same(tried: Tried, make: Callable[..., Any], cases: list[tuple[str, int]], where: str) -> None:
+    for name, n in cases:
+        got, want = (tried.round(route, make, name, n)[0] for route in (tried.route, GATHER))
+        equal(f'directions of {name} {where.format(n)} are those of via="gather", bit for bit', got, want)
+
+
+def gathered(tried: Tried) -> None:
+    """All workers get what via="gather" brings, bit for bit and in the order of the workers."""
+    _same(tried, _simulated, tried.simulated, "among {} workers")
+
+
+def on_devices(tried: Tried) -> None:
+    """The same under `shard_map`, where there are so many devices."""
+    _same(tried, _on_devices, tried.placed, "on {} devices")
+
+
+def sent(tried: Tried) -> None:
+    """The bytes that a route says, in the mean over the workers, are those of the compiled program, where there are so
+    many devices. Not of a route whose bytes depend on the data.
+    """
+    for name, n in tried.placed:
+        _, said, program = tried.round(tried.route, _on_devices, name, n)
+        compiled = ledger(*program).total_bytes
+        if abs(said - compiled) > 1e-6 * compiled:
+            broken(f"a device sends {compiled:,.0f} bytes of {name} among {n}; the route says {said:,.0f}")
+
+
+ROUTE_LAWS: dict[str, Callable[[Tried], None]] = {"gathered": gathered, "on devices": on_devices, "sent": sent}
