@@ -173,7 +173,7 @@ class Steps(NamedTuple):
         return jnp.minimum(lax.bitcast_convert_type(bits, jnp.float32), most)
 
     def spread(self, unit: Array, of_blocks: Callable[[Array], Array]) -> Array:
-        """What was computed of units, repeated by `of_blocks` where they are those of blocks."""
+        """Repeats by `of_blocks` what was computed of units, where they are those of blocks."""
         return unit if self.varying else of_blocks(unit)
 
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomp.algorithms.direct import direct
 from jaxcomp.algorithms.error_feedback import error_feedback
+from jaxcomp.arrays import zeros_like
 from jaxcomp.base import Algorithm
 from jaxcomp.compressors.quantize import dithering
 from jaxcomp.compressors.sparsify import top_k
@@ -25,7 +26,8 @@ from jaxcomp.transforms.compressed_mean import compressed_mean
 __all__ = ["ROUTE_LAWS", "check_route"]
 
 AXIS = "workers"
-PARAMS = {"bias": jnp.zeros(7), "kernel": jnp.zeros((40, 50)), "long": jnp.zeros(9001)}
+SHAPES = {"bias": (7,), "kernel": (40, 50), "long": (9001,)}
+PARAMS = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in SHAPES.items()}
 ALGORITHMS = {"error_feedback(top_k)": error_feedback(top_k(0.05)), "direct(dithering)": direct(dithering(7))}
 
 
@@ -90,7 +92,7 @@ def _gradients(n: int) -> Any:
 def _simulated(route: Route, algorithm: Algorithm, n: int) -> tuple[Any, ...]:
     """A round under vmap, and its arguments."""
     tx = compressed_mean(algorithm, AXIS, via=route)
-    state, axes = init_state(tx, PARAMS, n, AXIS)
+    state, axes = init_state(tx, zeros_like(PARAMS), n, AXIS)
     step = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
     return jax.jit(step), _gradients(n), state
 
@@ -99,7 +101,7 @@ def _on_devices(route: Route, algorithm: Algorithm, n: int) -> tuple[Any, ...]:
     """The same on n devices."""
     mesh = jax.make_mesh((n,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
     tx = compressed_mean(algorithm, AXIS, via=route)
-    state, specs = init_state(tx, PARAMS, mesh, AXIS)
+    state, specs = init_state(tx, zeros_like(PARAMS), mesh, AXIS)
     step = lambda grads, state: tx.update(jax.tree.map(lambda g: g[0], grads), state)
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(AXIS), specs), out_specs=(P(), specs))
     return jax.jit(mapped), _gradients(n), state
