@@ -250,7 +250,10 @@ def _check_role(name: str, role: Any, pair: Pair, move: Move) -> None:
     in_leaves = role in ("memory", "average", "shift") or (move.leads and role in ("momentum", "iterate"))
     for part, lead in zip(pair, rows, strict=True):
         if in_leaves and not is_left_out(part) and not _is_laid_out(part, lead, move):
-            raise Misfit(f"{name} has the role {role!r}, and is not laid out like the gradients")
+            raise Misfit(
+                f"{name} has the role {role!r}, and is not laid out like the gradients. A number of one worker is "
+                "added up over the workers (base.Sum) and kept as 'coin'"
+            )
 
 
 def _is_laid_out(part: Any, lead: int, move: Move) -> bool:
