@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxcomp.exchange.axes import Axis, axis_names
 from jaxcomp.transforms.arguments import call_of, check_cut, check_wrt, trained_of
+from jaxcomp.transforms.local_steps import LocalSteps
 from jaxcomp.transforms.meshes import find_mesh, gradients_on_mesh
 from jaxcomp.transforms.value_and_grad import ValueAndGrad
 from jaxcomp.transforms.worker_gradients import Gradients, check_loss_options, worker_gradients
@@ -90,6 +91,8 @@ def check_loss(
             raise TypeError(
                 f"{NAME}: options are those of the value_and_grad that was given; got {next(iter(options))!r}"
             )
+    elif isinstance(loss, LocalSteps):
+        raise TypeError(f"{NAME}: give it the loss itself, with the options of the loss; got local_steps(...)")
     else:
         how = check_loss_options(NAME, loss, **options)
     check_wrt(NAME, wrt)

@@ -191,6 +191,18 @@ def test_weights_in_sixteen_bits_and_with_a_dynamic_scale():
     assert_close(grads.astype(jnp.float32), whole()[1], rtol=0.05, atol=0.05)
 
 
+def test_a_weight_that_does_not_take_what_the_loss_takes_is_named():
+    loss = lambda params, x, rate=None: jnp.mean((x @ params) ** 2)
+    grad_fn = jc.value_and_grad(loss, DENSE, weight=lambda x: jnp.sum(x))
+    with pytest.raises(
+        TypeError, match=r"weight is called .*'rate'. Let it take the rest, weight=lambda \*batch, \*\*named"
+    ):
+        grad_fn(PARAMS, grad_fn.init(PARAMS), BATCH[0], rate=1.0)
+    step = jc.local_steps(loss, optax.sgd(0.1), optax.sgd(1.0), DENSE, every=2)
+    with pytest.raises(TypeError, match="give it the loss itself"):
+        jc.check_loss(step, PARAMS, BATCH[:1])
+
+
 # ------------------------------------------------------------------------------------------------
 # Local steps
 
