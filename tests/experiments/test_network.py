@@ -80,16 +80,19 @@ def test_rates_hold_both_ways_and_every_byte_is_counted():
     with laboratory(3, 8e6) as lab, hosts_of(lab) as pool:
         pool.hear()
         pool.ask(to={0: lab.addresses[1]}, size=1000)
+        # A busy machine makes it longer, never shorter: the least of a few.
+        seconds = lambda to, times=3: sorted(max(pool.ask(to=to, size=300_000)) for _ in range(times))
         before = lab.counters()
-        [alone, *_] = pool.ask(to={0: lab.addresses[1]}, size=300_000)
+        first = seconds({0: lab.addresses[1]}, 1)
         links = [new.since(old) for new, old in zip(lab.counters(), before, strict=True)]
+        alone = first + seconds({0: lab.addresses[1]})
         # Both send to host 2, each over a link of its own: what it receives is limited as well.
-        together = pool.ask(to={0: lab.addresses[2], 1: lab.addresses[2]}, size=300_000)
+        together = seconds({0: lab.addresses[2], 1: lab.addresses[2]})
         lab.shape(None)
-        [unlimited, *_] = pool.ask(to={0: lab.addresses[1]}, size=300_000)
-    assert 0.3 < alone < 0.4
-    assert 0.6 < max(together) < 0.75
-    assert unlimited < 0.2
+        unlimited = seconds({0: lab.addresses[1]})
+    assert 0.3 < min(alone) < 0.4
+    assert 0.6 < min(together) < 0.75
+    assert min(unlimited) < 0.2
     assert links[0].sent_payload == pytest.approx(300_000, rel=0.01)
     assert links[0].sent_bytes > 1.04 * 300_000
     assert links[1].received_bytes == pytest.approx(links[0].sent_bytes, rel=0.01)
