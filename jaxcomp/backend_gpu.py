@@ -20,6 +20,7 @@ __all__ = ["TOGETHER", "Arriving", "all_there", "count_of_sections", "cut_apart"
 
 Array = jax.Array
 Tree = Any
+FEW = 8  # pieces of rows; of so few momentum_correction(sidco) would hold a gradient more
 APART = 256  # leaves that are decoded by themselves; each is a kernel to start, each other size one to compile
 FEW_ENTRIES = 32  # what has so many times fewer entries than the vector is gathered
 TOGETHER = 1024  # entries of a tile, whose codes stand side by side (`packing`)
@@ -35,14 +36,16 @@ def operands(numbers: Sequence[Any]) -> list[Array]:
 
 def cut_apart(rows: Array, sizes: Sequence[int]) -> list[Array]:
     """Leaves of one size are one kernel, up to some fifty of them, if XLA cuts them out of a matrix. Out of a vector
-    each would be a copy that the host starts by itself. Pieces of rows are read where they are (`operands`).
+    each would be a copy that the host starts by itself. Many pieces of rows are read where they are (`operands`).
     """
     starts = starts_of(sizes)
-    if rows.ndim == 1:
-        each = zip(starts, sizes, strict=True)
-        return [lax.slice_in_dim(rows[None], start, start + size, axis=1)[0] for start, size in each]
-    each = zip(operands(starts), sizes, strict=True)
-    return [lax.dynamic_slice_in_dim(rows, start, size, -1, allow_negative_indices=False) for start, size in each]
+    if rows.ndim > 1 and len(sizes) >= FEW:
+        each = zip(operands(starts), sizes, strict=True)
+        return [lax.dynamic_slice_in_dim(rows, start, size, -1, allow_negative_indices=False) for start, size in each]
+    matrix = rows if rows.ndim > 1 else rows[None]
+    each = zip(starts, sizes, strict=True)
+    pieces = [lax.slice_in_dim(matrix, start, start + size, axis=-1) for start, size in each]
+    return pieces if rows.ndim > 1 else [piece[0] for piece in pieces]
 
 
 def rows_apart(stack: Tree) -> list[Tree]:
