@@ -20,7 +20,7 @@ __all__ = ["TOGETHER", "Arriving", "all_there", "count_of_sections", "cut_apart"
 
 Array = jax.Array
 Tree = Any
-FEW = 8  # pieces of rows; of so few momentum_correction(sidco) would hold a gradient more
+FEW = 8  # pieces of rows; fewer, as operands, make momentum_correction(sidco) hold a gradient more
 APART = 256  # leaves that are decoded by themselves; each is a kernel to start, each other size one to compile
 FEW_ENTRIES = 32  # what has so many times fewer entries than the vector is gathered
 TOGETHER = 1024  # entries of a tile, whose codes stand side by side (`packing`)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomp.algorithms.direct import direct
 from jaxcomp.algorithms.error_feedback import error_feedback
-from jaxcomp.arrays import zeros_like
+from jaxcomp.arrays import as_words, zeros_like
 from jaxcomp.base import Algorithm
 from jaxcomp.compressors.quantize import dithering
 from jaxcomp.compressors.sparsify import top_k
@@ -114,9 +114,9 @@ class Tried:
         self.route, self.algorithms = route, algorithms
         self.simulated = [(name, n) for name in algorithms for n in numbers]
         self.placed = [(name, n) for name, n in self.simulated if n <= jax.device_count()]
+        self.round = functools.cache(self._round)
 
-    @functools.cache  # noqa: B019
-    def round(self, route: Route, make: Callable[..., Any], name: str, n: int) -> tuple[Any, float, Any]:
+    def _round(self, route: Route, make: Callable[..., Any], name: str, n: int) -> tuple[Any, float, Any]:
         """Directions of a round, the bytes that a worker sends, and the program with its arguments."""
         step, *args = make(route, self.algorithms[name], n)
         direction, after = step(*args)
@@ -126,7 +126,9 @@ class Tried:
 def _same(tried: Tried, make: Callable[..., Any], cases: list[tuple[str, int]], where: str) -> None:
     for name, n in cases:
         got, want = (tried.round(route, make, name, n)[0] for route in (tried.route, GATHER))
-        equal(f'directions of {name} {where.format(n)} are those of via="gather", bit for bit', got, want)
+        what = f'directions of {name} {where.format(n)} are those of via="gather", bit for bit'
+        equal(what, got, want)
+        equal(what, *(jax.tree.map(as_words, each) for each in (got, want)))  # signs of zeros
 
 
 def gathered(tried: Tried) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "is_key",
     "like_params",
     "trained_of",
+    "weight_of",
     "write_back",
 ]
 
@@ -377,6 +378,24 @@ def call_of(
     call = Call(structure, tuple(place(path, leaf) for path, leaf in leaves))
     pick = lambda *places: call.pick(arguments, *places)
     return call, Given(pick("cut"), pick("whole", "key"), pick("state"))
+
+
+def weight_of(weight: Callable[..., Any], batch: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """weight(*batch, **named), of what the loss is called with beside the parameters.
+
+    Raises:
+        TypeError: it does not take all of that.
+    """
+    try:
+        inspect.signature(weight).bind(*batch, **named)
+    except TypeError as error:
+        raise TypeError(
+            f"value_and_grad: weight is called with all that the loss is, but the parameters: {error}. Let it take the "
+            "rest, weight=lambda *batch, **named: ..."
+        ) from None
+    except ValueError:  # it does not say what it takes
+        pass
+    return weight(*batch, **named)
 
 
 def check_cut(

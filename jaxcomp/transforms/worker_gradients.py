@@ -19,7 +19,6 @@ between workers here; gradients stay as they are.
 """
 
 import functools
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ from jax import lax
 from jaxcomp.arrays import bounded, wide
 from jaxcomp.exchange.axes import Axis, axis_index, axis_names, axis_size, is_bound, varying, varying_axes
 from jaxcomp.exchange.collectives import sum_arrays
-from jaxcomp.transforms.arguments import Call, Given, Trained, is_key
+from jaxcomp.transforms.arguments import Call, Given, Trained, is_key, weight_of
 from jaxcomp.transforms.loss_scale import DynamicScale
 
 __all__ = [
@@ -455,19 +454,6 @@ def _differentiated(
     return jax.grad(scaled, has_aux=True)(trained)
 
 
-def _weight(function: Callable[..., Any], batch: Any, named: dict[str, Any]) -> Any:
-    try:
-        inspect.signature(function).bind(*batch, **named)
-    except TypeError as error:
-        raise TypeError(
-            f"value_and_grad: weight is called with all that the loss is, but the parameters: {error}. Let it take the "
-            "rest, weight=lambda *batch, **named: ..."
-        ) from None
-    except ValueError:  # it does not say what it takes
-        pass
-    return function(*batch, **named)
-
-
 def _called(how: Loss, what: Trained, trained: Any, rest: list[Any], arguments: Any) -> Any:
     """The tree of parameters after one call of the loss, loss, auxiliary values, weight."""
     tree, (batch, named) = what.join(trained, rest), arguments
@@ -478,7 +464,7 @@ def _called(how: Loss, what: Trained, trained: Any, rest: list[Any], arguments: 
         form = "((loss, weight), auxiliary values)" if how.has_aux else "(loss, weight)"
         out, weight = _pair(out, "with weight=True", form)
     elif how.weight is not None:
-        weight = _weight(how.weight, batch, named)
+        weight = weight_of(how.weight, batch, named)
     if isinstance(out, (tuple, list, dict)):
         raise TypeError(
             f"value_and_grad: the loss must return a number; got a {type(out).__name__}. Say has_aux=True for (loss, "
