@@ -156,8 +156,8 @@ class Steps(NamedTuple):
         e = math.sqrt(squares) * (1 + 2.0 ** (self.width - 24)) * (1 + short * 2.0**-7)
         return e - 1 if e >= 2 else e**2 / 4
 
-    def unit(self, shared: Any, cut: Blocks, norms: Array) -> Array:
-        """The value of one level, norm * h: for each block, f32[count], or f32[d], for each entry, where steps vary.
+    def unit(self, shared: Any, cut: Blocks, norms: Array, spread: Callable[[Array], Array]) -> Array:
+        """The value of one level, norm * h, for each entry: f32[d] or f32[1], or as `spread` has it.
 
         Rounded up to few enough bits that level * unit is exact: then no compiler can change the
         sum of decoded messages by contracting product and addition into one rounding. Bounded so that it is finite.
@@ -166,15 +166,11 @@ class Steps(NamedTuple):
             h = one_row("dithering", shared).astype(jnp.float32)
             each = cut.spread(norms) * (cut.spread(h) if h.shape[0] == cut.count else h)
         else:
-            each = norms * jnp.float32(self.sizes[0, 0])
+            each = spread(norms) * jnp.float32(self.sizes[0, 0])
         spare = jnp.uint32((1 << (self.width - 1)) - 1)
         bits = (lax.bitcast_convert_type(each, jnp.uint32) + spare) & ~spare
         most = jnp.float32(LARGEST / 2 ** (self.width - 1))  # of which no code is worth more than the largest number
         return jnp.minimum(lax.bitcast_convert_type(bits, jnp.float32), most)
-
-    def spread(self, unit: Array, of_blocks: Callable[[Array], Array]) -> Array:
-        """Repeats by `of_blocks` what was computed of units, where they are those of blocks."""
-        return unit if self.varying else of_blocks(unit)
 
 
 def _steps(levels: int | None, steps: Any, per_worker: bool) -> Steps:
@@ -205,14 +201,14 @@ def _inverses(unit: Array) -> tuple[Array, Array]:
     return a, _inverse(unit * a)
 
 
-def _codes(x: Array, inverses: tuple[Array, ...], noise: Array, most: int) -> Array:
+def _codes(x: Array, inverses: tuple[Array, Array], noise: Array, most: int) -> Array:
     """Codes of entries, rounded at random: `zigzag` of levels at most `most`, 2 l - 1 for l > 0, 2 |l| for l <= 0."""
     position = (jnp.abs(finite(x)) * inverses[0]) * inverses[1]
     level = jnp.minimum(position + noise.astype(x.dtype), most).astype(jnp.int32)  # neither is negative: floor
     return jnp.maximum(2 * level - 1 + (x < 0).astype(jnp.int32), 0).astype(jnp.uint32)
 
 
-def _codes_of_halves(x: Array, inverses: tuple[Array, ...], half: Array, most: int) -> Array:
+def _codes_of_halves(x: Array, inverses: tuple[Array, Array], half: Array, most: int) -> Array:
     """The same with noise (half + 1/2) 2^-16."""
     return _codes(x, inverses, as_uniform(half), most)
 
@@ -257,11 +253,11 @@ def _worth(codes: Array, unit: Array, dtype: Any) -> Array:
     return worth if worth.dtype == dtype else bounded(worth, dtype)
 
 
-def _added_worth(codes: Array, minus: Array, dtype: Any) -> Array:
-    """The same of -unit, where it is added to something: -0 for a zero, and fewer operations."""
+def _added_worth(codes: Array, unit: Array, dtype: Any) -> Array:
+    """The same where it is added to something: -0 for a zero, and fewer operations."""
     if dtype != jnp.float32:
-        return _worth(codes, -minus, dtype)
-    size = lax.bitcast_convert_type((codes + 1) >> 1, jnp.int32).astype(jnp.float32) * minus
+        return _worth(codes, unit, dtype)
+    size = lax.bitcast_convert_type((codes + 1) >> 1, jnp.int32).astype(jnp.float32) * -unit
     return lax.bitcast_convert_type(lax.bitcast_convert_type(size, jnp.uint32) ^ (codes << 31), jnp.float32)
 
 
@@ -292,14 +288,13 @@ def _dithering(
         norms = up_to_bfloat16(norms) if short else norms
         short_norms = rounded_to(norms, jnp.bfloat16) if short else norms
         places = places_for(x.shape[0], cut)
-        few = x.dtype == jnp.float32 and most <= FEW and np.max(sizes) <= 0.25  # then 1 / unit is a normal number
-        unit = steps.unit(state.shared, cut, norms).astype(x.dtype)
-        each = (_inverse(unit),) if few and places is not None else _inverses(unit)
-        of_blocks = cut.spread if places is None else places.of_blocks(cut)
-        inverses = tuple(steps.spread(inverse, of_blocks) for inverse in each)
         if places is None:
-            codes = _codes(x, inverses, random_uniform(key, x.shape[0]), most)
+            unit = steps.unit(state.shared, cut, norms, cut.spread).astype(x.dtype)
+            codes = _codes(x, _inverses(unit), random_uniform(key, x.shape[0]), most)
             return Quantized(short_norms, pack(codes, width)), state.local
+        units = steps.unit(state.shared, cut, norms, places.of_blocks(cut)).astype(x.dtype)
+        few = x.dtype == jnp.float32 and most <= FEW and np.max(sizes) <= 0.25  # then 1 / unit is a normal number
+        inverses = (_inverse(units),) if few else _inverses(units)
         words_of = functools.partial(_few_words if few else _words, places, most)
         words = computed_once(words_of, x, inverses, key_data(key))
         return Quantized(short_norms, words.reshape(width, -1)), state.local
@@ -307,11 +302,11 @@ def _dithering(
     def decompress(payload, shared, like):
         cut = layout(like.size)
         check_like("dithering", payload.words.shape, (width, -(-like.size // 32)))
-        places, unit = places_for(like.size, cut), steps.unit(shared, cut, payload.norms.astype(jnp.float32))
+        places, norms = places_for(like.size, cut), payload.norms.astype(jnp.float32)
         if places is None:
-            return _worth(unpack(payload.words, like.size), steps.spread(unit, cut.spread), like.dtype)
+            return _worth(unpack(payload.words, like.size), steps.unit(shared, cut, norms, cut.spread), like.dtype)
         decode = lambda words, units: _worth(places.unpack(words), places.spread(units), like.dtype)
-        return computed_once(decode, payload.words, steps.spread(unit, places.of_blocks(cut))).reshape(-1)
+        return computed_once(decode, payload.words, steps.unit(shared, cut, norms, places.of_blocks(cut))).reshape(-1)
 
     def accumulate(total, payloads, weights, shared):
         cut = layout(total.size)
@@ -326,11 +321,11 @@ def _dithering(
         outside, inside = (lambda each: each, cut.spread) if whole else (cut.spread_to_words, places.spread)
 
         def add(total, message):
-            words, minus, weight = message
-            return total + weighted(_added_worth(places.unpack(words), inside(minus), total.dtype), weight)
+            words, units, weight = message
+            return total + weighted(_added_worth(places.unpack(words), inside(units), total.dtype), weight)
 
-        minus_units = lambda norms: outside(-steps.unit(shared, cut, norms))
-        messages = payloads.words, jax.vmap(minus_units)(payloads.norms.astype(jnp.float32)), weights
+        units_of = lambda norms: steps.unit(shared, cut, norms, outside)
+        messages = payloads.words, jax.vmap(units_of)(payloads.norms.astype(jnp.float32)), weights
         return fold_in_one_pass(add, reshaped(total, places.whole), messages, least=1, one_at_a_time=whole).reshape(-1)
 
     return on_vectors(
