@@ -95,8 +95,8 @@ def local_rows(axis: Axis) -> int:
 def with_worker_axis(tree: Any, axis: Axis) -> Any:
     """Arrays on a leading axis of workers, as often as there are rows here, typed as differing over `axis`."""
     rows, (leaves, structure) = local_rows(axis), jax.tree.flatten(tree)
-    tiled = [jnp.tile(jnp.asarray(x)[None], (rows,) + (1,) * jnp.ndim(x)) for x in leaves]
-    return varying(structure.unflatten(tiled), axis)
+    repeated = [lax.broadcast(jnp.asarray(x), (rows,)) for x in leaves]
+    return varying(structure.unflatten(repeated), axis)
 
 
 def without_worker_axis(name: str, tree: Any, axis: Axis, what: str = "state") -> Any:

@@ -334,14 +334,15 @@ class _Turn:
         known = not isinstance(carried.sent_bytes, Tracer) and not self.way.replicas  # which add bytes on other axes
         if known and carried.sent_bytes > 1.01 * dense + PADDING:
             warnings.warn(MORE.format(self.exchange.name, carried.sent_bytes, n, carried.route, dense), stacklevel=2)
-        held, bits, entries = carried.lane_bytes, jnp.asarray(carried.code_bits, jnp.float32), jnp.float32(0)
+        held, bits, entries = carried.lane_bytes, carried.code_bits, 0.0
+        bits = float(bits) if isinstance(bits, int) else jnp.asarray(bits, jnp.float32)
         for parcel, x in each:
             more = counted(parcel.payload, x, self.exchange.code)
             held, bits, entries = (a + b for a, b in zip((held, bits, entries), more, strict=True))
         count = counts_of(held, bits, entries, size, carried.sent_bytes, carried.route)
-        unsent, zero = [left(*pair) for message in messages for pair in message.locals], jnp.int32(0)
-        overflow, searches = sum([x.overflow for x in unsent], zero), sum([x.searches for x in unsent], zero)
-        count = count._replace(overflow=overflow, searches=searches)
+        local = [pair for message in messages for pair in message.locals if pair[0].overflow is not None]
+        if unsent := [left(*pair) for pair in local]:
+            count = count._replace(overflow=sum(x.overflow for x in unsent), searches=sum(x.searches for x in unsent))
         if self.measured is not None:
             count = count._replace(errors=joint_errors([self._errors(message) for message in messages]))
         return count

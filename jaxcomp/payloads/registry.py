@@ -362,8 +362,10 @@ def num_entries(payload: Any) -> Array | int | None:
     return family_of(payload, "num_entries").entries(payload)
 
 
-def counted(payload: Any, like: Any, code: str | None) -> tuple[int, jax.Array, jax.Array]:
-    """Bytes of the lanes of a payload, bits of its code f32[], and its entries f32[]; of a stack those of all rows.
+def counted(payload: Any, like: Any, code: str | None) -> tuple[int, Array | float, Array | float]:
+    """Bytes of the lanes of a payload, bits of its code, and its entries; of a stack those of all rows.
+
+    Numbers where they follow from the shapes, so that nothing is computed in the step; else f32[].
 
     Args:
         like: what was compressed, or its shape.
@@ -378,11 +380,14 @@ def counted(payload: Any, like: Any, code: str | None) -> tuple[int, jax.Array, 
             choices = family.codings(part, code or "fixed")
             bits = _bits_of(choices, code or "fixed")
             entries = family.entries(part) if choices.entries is None else choices.entries
-        return jnp.asarray(bits, jnp.float32), None if entries is None else jnp.asarray(entries, jnp.float32)
+        return bits, like.shape[-1] if entries is None else entries
 
-    bits, entries = (jax.vmap(one) if len(like.shape) > 1 else one)(payload)
-    entries = jnp.full((), float(like.size), jnp.float32) if entries is None else jnp.sum(entries)
-    return lane_bytes(payload), jnp.sum(bits), entries
+    if len(like.shape) > 1:
+        rows = jax.vmap(lambda part: [jnp.asarray(x, jnp.float32) for x in one(part)])(payload)
+        bits, entries = map(jnp.sum, rows)
+    else:
+        bits, entries = (x.astype(jnp.float32) if isinstance(x, jax.Array) else float(x) for x in one(payload))
+    return lane_bytes(payload), bits, entries
 
 
 def per_tile(payload: Any) -> list[int]:
