@@ -342,8 +342,11 @@ def _offsets(shape: tuple[int, int, int, int]) -> Array:
     the offsets alone would be read by all leaves, and XLA for GPUs would join their loops for it, in one that no
     registers hold.
     """
-    number = lax.iota(U32, math.prod(shape)).reshape(shape)
-    return number // shape[3] % shape[2] * U32(shape[1])
+    _, width, count, tile = shape
+    number = lax.iota(U32, math.prod(shape))
+    if tile % width:
+        return (number // tile % count * U32(width)).reshape(shape)
+    return (lax.div(number, U32(tile // width)) & U32((count - 1) * width)).reshape(shape)  # the same, in two steps
 
 
 def _check_width(width: int) -> None:

@@ -46,8 +46,7 @@ def unzigzag(codes: Array) -> Array:
     [ 0  1 -1  2 -2]
     """
     codes = codes.astype(jnp.uint32)
-    even = (codes & 1) - 1  # all ones for an even code, whose level is not positive; subtracting it negates
-    return lax.bitcast_convert_type((((codes + 1) >> 1) ^ even) - even, jnp.int32)
+    return 1 + lax.bitcast_convert_type(codes >> 1 ^ (codes & 1) - 1, jnp.int32)
 
 
 def up_to_bfloat16(norms: Array) -> Array:
@@ -257,8 +256,8 @@ def _added_worth(codes: Array, unit: Array, dtype: Any) -> Array:
     """The same where it is added to something: -0 for a zero, and fewer operations."""
     if dtype != jnp.float32:
         return _worth(codes, unit, dtype)
-    size = lax.bitcast_convert_type((codes + 1) >> 1, jnp.int32).astype(jnp.float32) * -unit
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(size, jnp.uint32) ^ (codes << 31), jnp.float32)
+    opposite = lax.bitcast_convert_type(codes >> 1 ^ -(codes & 1), jnp.int32)
+    return opposite.astype(jnp.float32) * -unit
 
 
 def _dithering(
