@@ -32,6 +32,8 @@ from jaxcomp.state.specs import init_state, names_of, state_specs
 from jaxcomp.transforms.arguments import Call, Given, Trained, call_of, check_cut
 from jaxcomp.transforms.local_updates import LocalUpdatesState, local_updates
 from jaxcomp.transforms.meshes import (
+    DATA,
+    Alone,
     check_kept,
     find_devices,
     find_mesh,
@@ -81,6 +83,7 @@ class LocalSteps:
     mesh: Mesh | AbstractMesh | None
     axis: Any
     param_specs: Any
+    alone: Alone
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -151,7 +154,9 @@ class LocalSteps:
                 f"{NAME}: keyword arguments must be arrays or fixed; got Flax NNX variables. Give random keys"
             )
         if mesh is None:
-            return _alone(self, call, own, state, given)
+            out = _alone(self, call, own, state, given)
+            self.alone()
+            return out
         check_cut(NAME, self.loss.batch, batch, named, call, mesh, self.workers)
         return _on_mesh(self, call, mesh, own, state, given)
 
@@ -171,7 +176,7 @@ def local_steps(
     outer: optax.GradientTransformation,
     algorithm: Algorithm | None = None,
     mesh: Mesh | AbstractMesh | None = None,
-    axis_name: Axis | Mapping[Any, Algorithm] = "data",
+    axis_name: Axis | Mapping[Any, Algorithm] = DATA,
     *,
     every: int,
     has_aux: bool = False,
@@ -189,7 +194,8 @@ def local_steps(
     Args:
         loss: (params, *batch, **named) -> mean loss of this part of the batch; or (loss, auxiliary values).
         inner, outer, algorithm, every: as for `local_updates`.
-        mesh: None: that of `jax.set_mesh`, else that on which parameters or batch lie; without any, a single worker.
+        mesh: None: that of `jax.set_mesh`, else that on which parameters or batch lie; without any, a single worker,
+            with a warning where axis_name is given and there are several devices.
         axis_name: mesh axis of the workers, a tuple of them, or a hierarchy, as for `local_updates`.
         has_aux: whether the loss returns auxiliary values, too.
         weight: what the part of the batch counts, as for `value_and_grad`. Losses that are returned stay each worker's
@@ -217,6 +223,8 @@ def local_steps(
     >>> print(value.round(3), state.point)
     [2.025] [0.19 0.38]
     """
+    alone = Alone(NAME, axis_name)
+    axis_name = str(axis_name) if axis_name is DATA else axis_name
     how = check_loss_options(NAME, loss, has_aux=has_aux, weight=weight, aux="each", keys=keys, batch=batch)
     options["weighted"] = how.weighted
     single = {key: value for key, value in options.items() if key != "weights"}
@@ -228,7 +236,7 @@ def local_steps(
         return local_updates(inner, outer, algorithm, axis_name, every=every, sharded=sharded, **options)
 
     transform(None)  # says what does not fit while it is built
-    return LocalSteps(how, transform, mesh, axis_name, param_specs)
+    return LocalSteps(how, transform, mesh, axis_name, param_specs, alone)
 
 
 _WHY = "in local steps it would exchange at every step"

@@ -9,6 +9,7 @@
 Between them each gradient is an array [n, ...] with a leading axis of workers. Each row lies where it was made.
 """
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from jaxcomp.exchange.axes import Axis, axis_names
 from jaxcomp.exchange.state import means_in
 from jaxcomp.jaxprs import inner_of
 from jaxcomp.paths import same_leaves
-from jaxcomp.state.specs import shape_on, shapes_of_shards, state_specs
+from jaxcomp.state.specs import names_of, shape_on, shapes_of_shards, state_specs
 from jaxcomp.transforms.arguments import Call, Given, Trained
 from jaxcomp.transforms.worker_gradients import (
     ROWS,
@@ -40,6 +41,8 @@ from jaxcomp.transforms.worker_gradients import (
 )
 
 __all__ = [
+    "DATA",
+    "Alone",
     "check_kept",
     "exchange_on_mesh",
     "find_devices",
@@ -62,6 +65,19 @@ __all__ = [
 Meshes = Mesh | AbstractMesh
 P = PartitionSpec
 WHOLE = 2**26  # bytes that are gathered before a warning says so
+ALONE = (
+    "{}: there is a single worker, which exchanges and compresses nothing, on one of {} devices: axis_name={!r} was "
+    "given, and it is of no mesh here, since none was given or set, arrays do not say on which they lie, and no map "
+    "binds it. Call jax.set_mesh(mesh), or give mesh=, and make the state anew; or say axis_name=None for a single "
+    "worker"
+)
+
+
+class _Default(str):
+    """A default that is told from the same string of a caller."""
+
+
+DATA: Any = _Default("data")  # axis_name= of those who write none
 
 
 # ------------------------------------------------------------------------------------------------
@@ -79,6 +95,26 @@ def find_mesh(name: str, given: Meshes | None, axes: tuple[str, ...], *trees: An
     if unknown:
         raise ValueError(f"{name}: axis_name must be of the mesh, which has {tuple(found.shape)}; got {unknown[0]!r}")  # pyright: ignore
     return found
+
+
+@dataclasses.dataclass(eq=False)
+class Alone:
+    """Warns, once, of a single worker where several could be meant: `axis` was written, and there are several devices.
+
+    name: of the outer form. axis: as it was given.
+    """
+
+    name: str
+    axis: Any
+    warned: bool = False
+
+    def __call__(self) -> None:
+        """Call it where a step of a single worker was made, from what the user calls."""
+        written = self.axis is not DATA and axis_names(names_of(self.axis))
+        if not written or self.warned or jax.device_count() == 1:
+            return
+        self.warned = True
+        warnings.warn(ALONE.format(self.name, jax.device_count(), names_of(self.axis)), stacklevel=3)
 
 
 def find_devices(name: str, given: Meshes | None, axes: tuple[str, ...], *trees: Any) -> Meshes | None:

@@ -37,6 +37,8 @@ from jaxcomp.transforms.arguments import (
 from jaxcomp.transforms.compressed_mean import compressed_mean, levels_of
 from jaxcomp.transforms.loss_scale import DynamicScale, LossScale, after_step, check_scale, fresh_scale, select
 from jaxcomp.transforms.meshes import (
+    DATA,
+    Alone,
     exchange_on_mesh,
     find_mesh,
     find_specs,
@@ -84,7 +86,8 @@ class ValueAndGrad:
     axis: Axis
     wrt: Any
     param_specs: Any
-    gradients: str = "per_worker"
+    gradients: str
+    alone: Alone
 
     def init(self, params: Any) -> GradientState:
         """The state for these parameters, each worker's part on its own device.
@@ -142,6 +145,7 @@ class ValueAndGrad:
             mesh = self._mesh(trained, given.cut)
             if mesh is None:
                 out = _alone(self, what, call, trained, rest, given, state)
+                self.alone()
             else:
                 check_cut("value_and_grad", self.loss.batch, batch, named, call, mesh, axis_names(self.axis))
                 out = _on_mesh(self, what, call, mesh, trained, rest, given, state)
@@ -180,7 +184,7 @@ def value_and_grad(
     loss: Callable[..., Any],
     algorithm: Algorithm | None = None,
     mesh: Mesh | AbstractMesh | None = None,
-    axis_name: Axis | Mapping[Any, Algorithm] = "data",
+    axis_name: Axis | Mapping[Any, Algorithm] = DATA,
     *,
     has_aux: bool = False,
     weight: bool | Callable[..., Any] | None = None,
@@ -205,8 +209,9 @@ def value_and_grad(
     `direct(identity())` it is the gradient of the mean loss of the whole batch.
 
     Call it inside any `jax.jit`, on arrays that lie on a mesh; or inside `shard_map`, `pmap` or `vmap` that bind
-    axis_name. Without a mesh there is a single worker. The loss is written as for one device: it sees the part of the
-    batch of one worker, and the whole parameters, which the compiler may have cut over other mesh axes.
+    axis_name. Without a mesh there is a single worker, with a warning where axis_name is given and there are several
+    devices. The loss is written as for one device: it sees the part of the batch of one worker, and the whole
+    parameters, which the compiler may have cut over other mesh axes.
 
     A mean over what workers do not have in equal numbers, say over the tokens that a mask leaves, needs their number.
     Either say it, `weight=lambda tokens, mask: mask.sum()`, or write the mean as `jc.mean_over(losses, mask, "data")`.
@@ -294,6 +299,8 @@ def value_and_grad(
     >>> print(value, grads)
     2.5 [ 0. -2.]
     """
+    alone = Alone("value_and_grad", axis_name)
+    axis_name = str(axis_name) if axis_name is DATA else axis_name
     levels = levels_of(algorithm, axis_name, weights, "value_and_grad")
     for each in levels.values():
         check_algorithm("value_and_grad", each)
@@ -329,7 +336,7 @@ def value_and_grad(
         return built(tuple(specs), structure)
 
     transform(None)  # says what else does not fit while it is built
-    return ValueAndGrad(how, transform, mesh, names_of(axis_name), wrt, param_specs, gradients)
+    return ValueAndGrad(how, transform, mesh, names_of(axis_name), wrt, param_specs, gradients, alone)
 
 
 def worker_value_and_grad(

@@ -1,6 +1,7 @@
 """`jc.local_steps`: what `local_updates` does under vmap, inside plain jit, on meshes of every kind."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,17 @@ def test_nothing_crosses_in_a_step_without_an_exchange():
     assert rows
     assert all(row.branch for row in rows)
     assert sum(row.sent_bytes for row in rows) == 3 * 9 * 8
+
+
+def test_a_single_worker_that_named_an_axis_is_told_of_it_once():
+    for options, count in (({"axis_name": "data"}, 1), ({}, 0), ({"axis_name": None}, 0)):
+        step = jc.local_steps(loss_of, INNER, optax.sgd(1.0), DENSE, every=2, **options)
+        own, state = step.init(PARAMS)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for length in (8, 4):
+                jax.eval_shape(lambda *args, step=step: step(*args), own, state, X[0][:length], Y[0][:length])
+        assert [str(one.message)[:37] for one in told] == ["local_steps: there is a single worker"] * count
 
 
 def test_a_single_worker_auxiliary_values_and_keywords():

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -77,10 +78,46 @@ def test_with_identity_it_is_the_gradient_of_the_whole_batch(where, kind):
 
 
 def test_a_single_worker_needs_no_mesh():
-    for axis in ("data", None):
-        loss, grads, state = one_step(jc.value_and_grad(loss_of, DENSE, axis_name=axis), PARAMS, BATCH, jit=False)
+    """Silently, where no axis is named; else several devices may have been meant, and one sentence says so."""
+    for options in ({}, {"axis_name": None}, {"axis_name": "data"}):
+        told = pytest.warns(UserWarning, match="there is a single worker")
+        with told if options.get("axis_name") else contextlib.nullcontext():
+            loss, grads, state = one_step(jc.value_and_grad(loss_of, DENSE, **options), PARAMS, BATCH, jit=False)
         assert_same((loss, grads), expected())
         assert jc.info(state).sent_bytes == 0
+
+
+@pytest.mark.parametrize("axis", ["data", ("data",), {"data": DENSE}])
+def test_a_single_worker_that_named_an_axis_is_told_of_it_once(axis, monkeypatch):
+    grad_fn = jc.value_and_grad(loss_of, None if isinstance(axis, dict) else DENSE, axis_name=axis)
+    state = grad_fn.init(PARAMS)
+    step = lambda *args: jax.eval_shape(lambda *args: grad_fn(*args), *args)
+    match = r"on one of 4 devices: axis_name=.*jax\.set_mesh\(mesh\), or give mesh="
+    with pytest.warns(UserWarning, match=match) as told:
+        step(PARAMS, state, *BATCH)
+    step(PARAMS, state, *jax.tree.map(lambda x: x[:8], BATCH))  # warnings are errors here
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    other = jc.value_and_grad(loss_of, None if isinstance(axis, dict) else DENSE, axis_name=axis)
+    jax.eval_shape(other, PARAMS, state, *BATCH)
+
+
+def test_an_axis_that_is_somewhere_is_not_spoken_of():
+    """One device of a mesh, and a map of the user's, whose state is made outside."""
+    for shape in ((1,), (2, 2)):
+        params, batch = placed(mesh_of(shape))
+        with jax.set_mesh(mesh_of(shape)):
+            grad_fn = jc.value_and_grad(loss_of, DENSE, axis_name="data", gradients="per_worker")
+            jax.eval_shape(grad_fn, params, grad_fn.init(params), *batch)
+    grad_fn = jc.value_and_grad(loss_of, DENSE, axis_name="data")
+    grad_fn.init(PARAMS)
+    state, axes = jc.init_state(grad_fn, PARAMS, 2, "data")
+    parts = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), BATCH)
+    step = jax.vmap(grad_fn, in_axes=(None, axes, 0, 0), out_axes=(None, None, axes), axis_name="data")
+    jax.eval_shape(step, PARAMS, state, *parts)
+    signature = inspect.signature(jc.value_and_grad)
+    assert repr(signature.parameters["axis_name"].default) == "'data'"
 
 
 def test_inside_a_map_of_the_users():
