@@ -58,6 +58,7 @@ __all__ = [
     "same_on_mesh",
     "unless_in_force",
     "warn_of_lookups",
+    "warn_of_others",
     "warn_of_whole",
     "without",
 ]
@@ -70,6 +71,14 @@ ALONE = (
     "given, and it is of no mesh here, since none was given or set, arrays do not say on which they lie, and no map "
     "binds it. Call jax.set_mesh(mesh), or give mesh=, and make the state anew; or say axis_name=None for a single "
     "worker"
+)
+
+
+OTHERS = (
+    "value_and_grad: params{} is cut over {}, and the state was made of parameters that are not: each step gathers the "
+    "gradient over that axis, each device compresses and remembers the whole of it, and gradients come back whole. "
+    "Make the state of the parameters as they are cut, state = grad_fn.init(params), or give param_specs=; states from "
+    "elsewhere are handed on by jc.redistribute(old, new)"
 )
 
 
@@ -226,6 +235,23 @@ def warn_of_whole(workers: tuple[str, ...], specs: tuple[PartitionSpec, ...], tr
             "jc.collectives.all_gather inside of shard_map",
             stacklevel=3,
         )
+
+
+def warn_of_others(specs: tuple[PartitionSpec, ...], mesh: Meshes, trained: Any) -> None:
+    """Warns where parameters are cut over axes over which those were not of which the state was made.
+
+    Inside jit that is seen of axes of type Explicit alone; others are the compiler's.
+    """
+    axes = lambda spec: {axis for entry in spec for axis in axis_names(entry) if mesh.shape.get(axis, 1) > 1}
+    for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(trained)):
+        lies = x if isinstance(x, jax.Array) and not isinstance(x, Tracer) else jax.typeof(x)
+        sharding = getattr(lies, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            continue
+        more = axes(sharding.spec) - axes(specs[i] if specs else P())
+        if more:
+            warnings.warn(OTHERS.format(jax.tree_util.keystr(path), ", ".join(map(repr, sorted(more)))), stacklevel=3)
+            return
 
 
 def is_cut(spec: PartitionSpec, mesh: Meshes) -> bool:

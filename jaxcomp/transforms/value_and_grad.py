@@ -48,6 +48,7 @@ from jaxcomp.transforms.meshes import (
     not_explicit,
     same_on_mesh,
     warn_of_lookups,
+    warn_of_others,
     warn_of_whole,
 )
 from jaxcomp.transforms.rows import WorkerGradients
@@ -148,6 +149,7 @@ class ValueAndGrad:
                 self.alone()
             else:
                 check_cut("value_and_grad", self.loss.batch, batch, named, call, mesh, axis_names(self.axis))
+                warn_of_others(state.specs, mesh, trained)
                 out = _on_mesh(self, what, call, mesh, trained, rest, given, state)
         (loss, aux, new, grads, *_), state = out
         _put_back(params, what, (batch, named), call, rest, new)

@@ -158,6 +158,22 @@ def test_models_that_the_compiler_shards(kind):
         assert book["model",] == plain["model",]
 
 
+@pytest.mark.parametrize(("kind", "jit"), [("auto", False), ("explicit", True), ("explicit", False)])
+def test_a_state_of_whole_parameters_is_told_of_for_cut_ones(kind, jit):
+    """Each step gathered the gradients without a word. Inside jit the compiler alone knows of automatic axes."""
+    mesh = mesh_of((2, 2), kind)
+    (whole, batch), (params, _) = placed(mesh), placed(mesh, SPECS)
+    loss = functools.partial(loss_of, out=P() if kind == "explicit" else None)
+    grad_fn = jc.value_and_grad(loss, DENSE, gradients="per_worker")
+    step = (lambda *args: jax.eval_shape(lambda *args: grad_fn(*args), *args)) if jit else grad_fn
+    state, own = grad_fn.init(whole), grad_fn.init(params)
+    with pytest.warns(UserWarning, match=r"params\['b'\] is cut over 'model', and the state .* Make the state of the"):
+        step(params, state, *batch)
+    step(params, own, *batch)  # warnings are errors here
+    step(whole, state, *batch)
+    step(whole, own, *batch)
+
+
 def test_it_is_compressed_mean():
     """The directions of `compressed_mean` on the same gradients, for three steps of error feedback."""
     mesh = mesh_of((4,))
