@@ -10,10 +10,11 @@ groups, not of leaves.
 """
 
 import collections
+import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +44,7 @@ __all__ = [
     "join",
     "row_size",
     "split",
+    "untold_if_dense",
     "warn_if_dense",
 ]
 
@@ -372,6 +374,14 @@ def warn_if_dense(name: str, *parts: Groups) -> None:
             "compressor, jc.flat(compressor), or give dense_below=0 where there is that option",
             stacklevel=3,
         )
+
+
+@contextlib.contextmanager
+def untold_if_dense() -> Iterator[None]:
+    """A context in which `warn_if_dense` is silent: for what is traced twice, and parts that are told of together."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*nothing is compressed")
+        yield
 
 
 def row_size(size: int, rows: int) -> int:

@@ -89,6 +89,20 @@ def test_nothing_crosses_in_a_step_without_an_exchange():
     assert sum(row.sent_bytes for row in rows) == 3 * 9 * 8
 
 
+@pytest.mark.parametrize("fragments", [1, 2, 3])
+def test_small_leaves_are_told_of_once(fragments):
+    """Not once for each fragment and each time that the state is traced; and not beside leaves that are compressed."""
+    sparse, mesh = jc.error_feedback(jc.top_k(0.1)), jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    step = jc.local_steps(loss_of, INNER, OUTER, sparse, mesh, every=6, fragments=fragments)
+    tx = jc.local_updates(INNER, OUTER, sparse, "data", every=6, fragments=fragments)
+    small, large = ({"a": jnp.zeros(9), "b": jnp.zeros(9), "c": jnp.zeros(size)} for size in (9, 4096))
+    for init in (step.init, lambda p: jc.init_state(tx, p, mesh, "data"), lambda p: jc.init_state(tx, p, 4, "data")):
+        with pytest.warns(UserWarning, match="local_updates: nothing is compressed: 3 leaves with 27 entries") as told:
+            init(small)
+        assert len(told) == 1
+        init(large)  # warnings are errors here
+
+
 def test_a_single_worker_that_named_an_axis_is_told_of_it_once():
     for options, count in (({"axis_name": "data"}, 1), ({}, 0), ({"axis_name": None}, 0)):
         step = jc.local_steps(loss_of, INNER, optax.sgd(1.0), DENSE, every=2, **options)
