@@ -19,6 +19,7 @@ __all__ = [
     "as_words",
     "bit_length",
     "bounded",
+    "check_decoded",
     "constants",
     "decayed_sum",
     "finite",
@@ -88,6 +89,20 @@ def like_of(tree: Tree) -> Tree:
             )
         like.append(jax.ShapeDtypeStruct(shape, dtype))
     return structure.unflatten(like)
+
+
+def check_decoded(name: str, x_hat: Any, like: Any) -> None:
+    """Raises ValueError unless `decompress` of the compressor `name` made what has the shapes and dtypes of `like`."""
+    kinds = lambda tree: [f"{getattr(x, 'dtype', type(x).__name__)}{[*jnp.shape(x)]}" for x in jax.tree.leaves(tree)]
+    got, expected = kinds(x_hat), kinds(like)
+    if jax.tree.structure(x_hat) != jax.tree.structure(like):
+        got = [f"a {type(x_hat).__name__}"]
+    if got != expected:
+        words = lambda found: found[0] if len(found) == 1 else f"({', '.join(found)})"
+        raise ValueError(
+            f"{name}: decompress returns an array with the shape and dtype of like, {words(expected)}; got "
+            f"{words(got)}. Cut padding off, x_hat[: like.size], and end with .reshape(like.shape).astype(like.dtype)"
+        )
 
 
 def wide_like(tree: Tree) -> Tree:

@@ -25,7 +25,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxcomp import backend_cpu, backend_gpu
-from jaxcomp.arrays import as_words, bounded, finite, is_shapes, like_of, weighted
+from jaxcomp.arrays import as_words, bounded, check_decoded, finite, is_shapes, like_of, weighted
 
 __all__ = [
     "LONG",
@@ -520,13 +520,20 @@ def add_each(
     payloads: Tree,
     weights: Tree,
     entrywise: bool,
+    name: str = "",
 ) -> Tree:
-    """Decompresses each message, with pick(j) for the j-th, and adds it: the default of `base.accumulate`."""
+    """Decompresses each message, with pick(j) for the j-th, and adds it: the default of `base.accumulate`.
+
+    name: of the compressor, for errors.
+    """
     like = like_of(total)
 
     def add(total: Tree, message: Tree) -> Tree:
         payload, weight, worker = message
         x_hat = decompress(payload, pick(worker), like)
+        found = [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in jax.tree.leaves(x_hat)]
+        if found != [(x.shape, x.dtype) for x in jax.tree.leaves(like)]:
+            check_decoded(name, x_hat, like)
         return jax.tree.map(lambda t, x: t + weighted(x.astype(t.dtype), weight), total, x_hat)
 
     workers = jnp.arange(jax.tree.leaves(payloads)[0].shape[0])

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.arrays import bounded, is_array, like_of, wide
+from jaxcomp.arrays import bounded, check_decoded, is_array, like_of, wide
 from jaxcomp.backend import add_each, cut_apart, form, in_turn, materialized, of_entries
 from jaxcomp.checks import is_whole
 
@@ -62,6 +62,7 @@ __all__ = [
     "answered",
     "check_algorithm",
     "check_compressor",
+    "check_pair",
     "count_of",
     "entries",
     "for_worker",
@@ -520,6 +521,26 @@ def check_algorithm(name: str, value: Any) -> Algorithm:
     raise TypeError(f"{name} needs an algorithm; got {got}")
 
 
+def check_pair(name: str, made: Any, before: State) -> None:
+    """Raises TypeError unless `compress` of the compressor `name` made a payload and a local state.
+
+    before: state that it was given.
+    """
+    fields = hasattr(made, "_fields")  # of a payload, which has two as well
+    if not isinstance(made, tuple | list) or len(made) != 2 or (fields and is_array(made[0])):
+        several = isinstance(made, tuple | list) and not fields
+        got = f"a {type(made).__name__}{f' of {len(made)}' if several else ''}"
+        raise TypeError(
+            f"{name}: compress returns (payload, local), with the local state afterwards; got {got}. A compressor "
+            "without a state ends with: return payload, state.local"
+        )
+    if isinstance(made[1], State) and not isinstance(before.local, State):
+        raise TypeError(
+            f"{name}: compress returns (payload, local); got the whole state for local. What is shared is the same "
+            "afterwards (advance makes that of the next round): return payload, state.local"
+        )
+
+
 # ------------------------------------------------------------------------------------------------
 # What every compressor can do, whether or not it brings its own fast form
 
@@ -541,7 +562,8 @@ def accumulate(compressor: Compressor, total: Tree, payloads: Tree, weights: Tre
         return compressor.accumulate(total, payloads, weights, shared)
     workers = jax.tree.leaves(payloads)[0].shape[0]
     pick = lambda worker: for_worker(compressor, shared, worker, workers)
-    return add_each(compressor.decompress, pick, total, payloads, weights, compressor.spec.entrywise)
+    name, entrywise = compressor.spec.name, compressor.spec.entrywise
+    return add_each(compressor.decompress, pick, total, payloads, weights, entrywise, name)
 
 
 def entries(compressor: Compressor, payloads: Tree, weights: Tree, shared: Tree, like: Tree) -> Tree:
@@ -555,7 +577,11 @@ def residual(compressor: Compressor, message: Tree, payload: Tree, shared: Tree)
     """message - decompress(payload): what was not sent of a finite message. Bitwise so where entries are copied."""
     if compressor.accumulate is not None:
         return _added(compressor, message, payload, -1, shared)
-    x_hat = compressor.decompress(payload, shared, like_of(message))
+    like = like_of(message)
+    x_hat = compressor.decompress(payload, shared, like)
+    found = [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in jax.tree.leaves(x_hat)]
+    if found != [(x.shape, x.dtype) for x in jax.tree.leaves(like)]:
+        check_decoded(compressor.spec.name, x_hat, like)
     return jax.tree.map(bounded, jax.tree.map(operator.sub, message, x_hat))
 
 
@@ -677,7 +703,10 @@ def on_vectors(
 
     def compress_(key, x, state):
         each = by_row if flat_like(x).size >= by_row_from else compress
-        return each(key, jnp.reshape(x, (-1,)), state)
+        made = each(key, jnp.reshape(x, (-1,)), state)
+        if type(made) is not tuple or len(made) != 2 or isinstance(made[1], State):
+            check_pair(spec.name, made, state)
+        return made
 
     def decompress_(payload, shared, like):
         if isinstance(shared, State):
@@ -685,7 +714,11 @@ def on_vectors(
                 f"{spec.name}: decompress needs what is shared of a state, state.shared; got the whole state"
             )
         payload = jax.tree.map(jnp.asarray, payload)  # of NumPy, once decoded from bytes
-        return decode(payload, shared, flat_like(like)).reshape(like.shape)
+        flat = flat_like(like)
+        x_hat = decode(payload, shared, flat)
+        if getattr(x_hat, "size", None) != flat.size or x_hat.dtype != flat.dtype:
+            check_decoded(spec.name, x_hat, flat)
+        return x_hat.reshape(like.shape)
 
     def accumulate_(total, payloads, weights, shared):
         flat = flat_like(total)

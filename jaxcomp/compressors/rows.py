@@ -9,7 +9,7 @@ from jax import lax
 from jaxcomp.arrays import as_words
 from jaxcomp.backend import materialized, shared_program, zeros_if_shape
 from jaxcomp.backend_gpu import rows_apart
-from jaxcomp.base import Compressor, State, accumulate, advance, for_worker, left, left_of
+from jaxcomp.base import Compressor, State, accumulate, advance, check_pair, for_worker, left, left_of
 
 __all__ = ["Rows", "compress_together", "rows"]
 
@@ -46,7 +46,10 @@ def rows(one: Compressor) -> Compressor:
         keys = jax.random.split(key, x.shape[0])
         args = (keys, x, State(state.local.rows, state.shared.rows))
         first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), args)
-        kinds = jax.tree.map(lambda a: a.dtype, jax.eval_shape(one.compress, *first)[0])
+        made = jax.eval_shape(one.compress, *first)
+        if type(made) is not tuple or len(made) != 2 or isinstance(made[1], State):
+            check_pair(one.spec.name, made, first[2])
+        kinds = jax.tree.map(lambda a: a.dtype, made[0])
 
         # One after the other: under vmap each `lax.cond` of a compressor would take both ways, sixfold the time. As
         # words: XLA for CPU widens a whole array of narrow floats to write a part of it in a loop, and back.

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jaxcomp.arrays import bounded, key_data, wide, wrap_key
+from jaxcomp.arrays import bounded, check_decoded, key_data, wide, wrap_key
 from jaxcomp.backend import (
     LONG,
     all_there,
@@ -44,6 +44,7 @@ from jaxcomp.base import (
     add_own,
     advance,
     answered,
+    check_pair,
     for_worker,
     left,
     residual,
@@ -533,6 +534,8 @@ def _encoded(request: Mean, mine: tuple[Any, ...]) -> tuple[list[Compressor], li
             state = states[stack[0]]
             made = [c.compress(keys[0], xs[0], state)] if len(stack) == 1 else compress_together(c, keys, xs, state)
             for i, one in zip(stack, made, strict=True):
+                if type(one) is not tuple or len(one) != 2 or isinstance(one[1], State):
+                    check_pair(c.spec.name, one, state)
                 programs[i], encoded[i] = c, one
     return programs, [encoded[i] for i in range(len(mine))]
 
@@ -556,7 +559,13 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], s
     if arrived.mean is not None:
         return arrived.mean
     if arrived.payloads is None:
-        decode = lambda total, shared: compressor.decompress(total, for_worker(compressor, shared, 0, 1), like)
+
+        def decode(total: Any, shared: Any) -> Any:
+            x_hat = compressor.decompress(total, for_worker(compressor, shared, 0, 1), like)
+            if (getattr(x_hat, "shape", None), getattr(x_hat, "dtype", None)) != (like.shape, like.dtype):
+                check_decoded(compressor.spec.name, x_hat, like)
+            return x_hat
+
         return way.mean_of(varying(on_equal_types(decode, arrived.total, parcel.shared), way.outer))
     weights = way.weights
     if weights is None:
