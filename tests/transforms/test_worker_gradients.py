@@ -393,6 +393,42 @@ def test_what_is_batch_is_not_guessed():
         jc.worker_value_and_grad(loss, mesh)(PARAMS, x=cut[0], y=cut[1], c=lies)
 
 
+@pytest.mark.parametrize("options", [{}, {"batch": (0, 1)}, {"micro_batches": 2}])
+def test_a_mask_that_is_no_batch_is_named_where_it_does_not_fit(options):
+    """JAX's sentence is on shapes alone."""
+    mesh, loss = mesh_of(), lambda w, x, y, *, m: masked(w, x, y, m)
+    grad_fn = jc.value_and_grad(loss, DENSE, mesh, **options)
+    part = 4 // options.get("micro_batches", 1)
+    with pytest.raises((TypeError, ValueError), match="shape") as caught:
+        jax.eval_shape(grad_fn, PARAMS, grad_fn.init(PARAMS), *BATCH[:2], m=BATCH[2])
+    (note,) = [note for note in caught.value.__notes__ if "examples" in note]
+    assert f"{part} of the 16 examples of the batch, and with all of the argument 'm'" in note
+    assert "say so: batch=(0, 1, 'm')" in note
+    jax.eval_shape(
+        jc.value_and_grad(loss, DENSE, mesh, **{**options, "batch": (0, 1, "m")}),
+        *(PARAMS, grad_fn.init(PARAMS), *BATCH[:2]),
+        m=BATCH[2],
+    )
+    for named in ({"m": BATCH[2][:3]}, {"m": BATCH[2], "x": 1}):  # another fault
+        with pytest.raises((TypeError, ValueError)) as caught:
+            jax.eval_shape(grad_fn, PARAMS, grad_fn.init(PARAMS), *BATCH[:2], **named)
+        assert not any("examples" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+def test_a_mask_beside_a_single_example_is_spread_over_nothing():
+    """Each worker has one example, and shapes fit: a warning, unless it is said what is batch."""
+    mesh, loss = mesh_of(), lambda w, x, y, *, m: masked(w, x, y, m)
+    x, y, m = (each[:N] for each in BATCH)
+    grad_fn = jc.value_and_grad(loss, DENSE, mesh)
+    state = grad_fn.init(PARAMS)
+    match = r"one of the 4 examples .* argument 'm', .* say batch=\(0, 1, 'm'\), if not batch=\(0, 1\)"
+    with pytest.warns(UserWarning, match=match):
+        jax.eval_shape(grad_fn, PARAMS, state, x, y, m=m)
+    for said in ((0, 1), (0, 1, "m")):  # warnings are errors here
+        jax.eval_shape(jc.value_and_grad(loss, DENSE, mesh, batch=said), PARAMS, state, x, y, m=m)
+    jax.eval_shape(grad_fn, PARAMS, state, x, y, m=m[:1])
+
+
 def test_an_explicit_mesh_says_what_is_batch_inside_of_jit():
     mesh = mesh_of(kind=AxisType.Explicit)
     loss = lambda w, x, c: jnp.mean((x @ w) ** 2) + jnp.mean(c)
