@@ -534,10 +534,12 @@ def _encoded(request: Mean, mine: tuple[Any, ...]) -> tuple[list[Compressor], li
             state = states[stack[0]]
             made = [c.compress(keys[0], xs[0], state)] if len(stack) == 1 else compress_together(c, keys, xs, state)
             for i, one in zip(stack, made, strict=True):
-                if type(one) is not tuple or len(one) != 2 or isinstance(one[1], State):
-                    check_pair(c.spec.name, one, state)
                 programs[i], encoded[i] = c, one
-    return programs, [encoded[i] for i in range(len(mine))]
+    made = [encoded[i] for i in range(len(mine))]
+    for c, one, state in zip(programs, made, states, strict=True):
+        if type(one) is not tuple or len(one) != 2 or isinstance(one[1], State):
+            check_pair(c.spec.name, one, state)
+    return programs, made
 
 
 def _stacks(request: Mean, numbers: list[int]) -> list[list[int]]:
