@@ -25,11 +25,13 @@ import pytest
 from variants import BETWEEN_WORKERS, LONG, sampled
 
 # Programs that a test starts compile the same steps again and again, and tests the same single operations: they share
-# them, for as long as the tests run.
+# them, for as long as the tests run. Processes of pytest-xdist read it in the environment, too.
 CACHE = None
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     CACHE = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxcomp-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    jax.config.update("jax_compilation_cache_dir", CACHE)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
