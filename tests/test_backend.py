@@ -185,14 +185,20 @@ def test_entries_are_what_is_decoded_and_ascend(row, seed):
     """Of a message of each worker, with weights."""
     n, compressor = WORKERS, row.compressor
     x = jnp.asarray(np.random.default_rng(seed).normal(size=(n, D)), jnp.float32)
-    state = compressor.init(jax.random.key(seed), like_of(x[0]))
-    mine = lambda i: State(state.local, for_worker(compressor, state.shared, i, n))
-    payloads = [compressor.compress(jax.random.key(i), x[i], mine(i))[0] for i in range(n)]
-    stacked, weights = jax.tree.map(lambda *a: jnp.stack(a), *payloads), jnp.arange(1.0, n + 1)
-    found = entries(compressor, stacked, weights, state.shared, like_of(x[0]))
-    want = accumulate(compressor, jnp.zeros(D), stacked, weights, state.shared)
-    np.testing.assert_allclose(found.made(), want, rtol=1e-6, atol=1e-6)
-    steps = np.diff(found.indices, axis=1)
+
+    @jax.jit
+    def run(x):
+        state = compressor.init(jax.random.key(seed), like_of(x[0]))
+        mine = lambda i: State(state.local, for_worker(compressor, state.shared, i, n))
+        payloads = [compressor.compress(jax.random.key(i), x[i], mine(i))[0] for i in range(n)]
+        stacked, weights = jax.tree.map(lambda *a: jnp.stack(a), *payloads), jnp.arange(1.0, n + 1)
+        found = entries(compressor, stacked, weights, state.shared, like_of(x[0]))
+        want = accumulate(compressor, jnp.zeros(D), stacked, weights, state.shared)
+        return found.made(), want, found.indices
+
+    made, want, indices = run(x)
+    np.testing.assert_allclose(made, want, rtol=1e-6, atol=1e-6)
+    steps = np.diff(indices, axis=1)
     assert np.all(steps >= 0)  # `chunked` fills up with zeros for the last entry of a chunk
 
 
