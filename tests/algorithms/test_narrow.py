@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jitted import made_for
+from jitted import made_for, traced_for
 from variants import variants
 from worlds import run_shard_map, run_vmap
 
@@ -42,6 +42,12 @@ METHODS = {
 
 def mean(algorithm):
     return jc.compressed_mean(algorithm, AXIS)
+
+
+@functools.cache
+def made(method, memory):
+    """One transformation for all tests, whose step is compiled once."""
+    return METHODS[method][0](memory)
 
 
 def gradients(seed, rounds, dtype=np.float32):
@@ -90,23 +96,43 @@ def steps_of(values, kind):
 @pytest.mark.parametrize("method", variants(list(METHODS), {"error_feedback", "power_sgd", "onebit_adam"}))
 def test_what_is_remembered_is_what_was_not_sent_rounded_up_or_down(method, kind, seed):
     """A first message finds empty memories, so all is equal but for the rounding at the end of its round."""
-    make, fields, rounds = METHODS[method]
+    _, fields, rounds = METHODS[method]
     grads = gradients(seed, rounds)
-    check_first_round(fields, *(of_workers(method, make(memory), grads) for memory in ("float32", kind)), kind)
+    check_first_round(fields, *(of_workers(method, made(method, memory), grads) for memory in ("float32", kind)), kind)
+
+
+def on_gpu(method, memory, grads):
+    """`of_workers`, each step of it in the form for GPUs."""
+    first, step = for_gpu(method, memory)
+    state, found = first(), []
+    for t in range(jax.tree.leaves(grads)[0].shape[0]):
+        out, state = step(jax.tree.map(lambda g: g[t], grads), state)  # noqa: B023
+        found.append(out)
+    return jax.tree.map(lambda *each: jnp.stack(each), *found), state
+
+
+@functools.cache
+def for_gpu(method, memory):
+    """What makes a first state, and a step, as a program for GPUs has them."""
+    tx, shapes = made(method, memory), jax.tree.map(lambda x: x[0], gradients(0, 1))
+    with traced_for("gpu"):
+        first = jax.jit(lambda: jc.init_state(tx, TREE, 2, AXIS)[0]).lower().compile()
+        _, axes = jc.init_state(tx, TREE, 2, AXIS)
+        run = jax.vmap(lambda g, s: tx.update(g, s, TREE), in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
+        step = jax.jit(run).lower(shapes, jax.eval_shape(lambda: jc.init_state(tx, TREE, 2, AXIS)[0])).compile()
+    return first, step
 
 
 # On GPUs the numbers that are remembered are computed anew by those who read them.
 @pytest.mark.parametrize("kind", NARROW)
 @pytest.mark.parametrize("method", ["error_feedback(int4)", "loco"])
 def test_the_form_for_gpus_remembers_the_same(method, kind, seed):
-    make, fields, rounds = METHODS[method]
-    grads = gradients(seed, rounds)
-    run = lambda memory: made_for("gpu", functools.partial(of_workers, method, make(memory)), grads)
-    check_first_round(fields, run("float32"), run(kind), kind)
+    _, fields, rounds = METHODS[method]
+    check_first_round(fields, *(on_gpu(method, memory, gradients(seed, rounds)) for memory in ("float32", kind)), kind)
     several = gradients(seed + 1, 3)
     (_, here), (_, there) = (
-        each(functools.partial(of_workers, method, make(kind)), several)
-        for each in (lambda f, g: jax.jit(f)(g), functools.partial(made_for, "gpu"))
+        each(several)
+        for each in (functools.partial(of_workers, method, made(method, kind)), functools.partial(on_gpu, method, kind))
     )
     for (a, _), (b, _) in zip(fields_of(here, fields), fields_of(there, fields), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
