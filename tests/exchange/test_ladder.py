@@ -48,7 +48,7 @@ def test_values_in_16_bits_are_as_many_as_indices(count, local):
         values = jnp.asarray(np.where(there, 1.5, 0), jnp.bfloat16).at[-1].add(float(spoiled))
         payload = Sparse(Dense(values), indices)
         message = jax.jit(encode_message)(payload)
-        back = jax.jit(lambda words, payload=payload: decode_message(words, payload))(message.words)
+        back = jax.jit(decode_message)(message.words, payload)
         assert not message.fits or same(back, payload)
         if not spoiled or count == 400:
             assert message.fits
