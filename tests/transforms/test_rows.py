@@ -27,6 +27,9 @@ def loss_of(params, x):
     return jnp.mean(jnp.square(y))
 
 
+GRADIENT = jax.jit(jax.grad(loss_of))
+
+
 def on_mesh(kind=AxisType.Auto):
     mesh = jax.make_mesh((N,), (AXIS,), axis_types=(kind,))
     put = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
@@ -34,7 +37,7 @@ def on_mesh(kind=AxisType.Auto):
 
 
 def own_gradients():
-    return [jax.grad(loss_of)(PARAMS, x) for x in BATCH.reshape(N, 2, 4)]
+    return [GRADIENT(PARAMS, x) for x in BATCH.reshape(N, 2, 4)]
 
 
 # What mixes rows, or takes them for arrays of another shape.
@@ -62,11 +65,11 @@ def test_a_transformation_before_the_mean_is_refused_or_each_workers_own(name):
     with pytest.raises((ValueError, AttributeError), match=r"before=transformation"):
         jax.eval_shape(lambda s: chain.update(grads, s, params), state)
 
-    want = []
+    want, update = [], jax.jit(transform.update)
     for g in own_gradients():
         state, found = transform.init(PARAMS), None
         for _ in range(2):
-            found, state = transform.update(g, state, PARAMS)
+            found, state = update(g, state, PARAMS)
         want.append(found)
     tx = jc.compressed_mean(DENSE, AXIS, before=transform)
 
