@@ -143,7 +143,7 @@ def test_a_weight_beside_a_sum_over_the_workers_in_the_loss(form):
 def test_mean_over_by_hand_and_with_a_mask_that_is_trained():
     """In a shard_map with types, and where what entries count depends on the parameters: d(S/W), not dS/W."""
     soft = lambda w, x, y, m: jc.mean_over((x @ w - y) ** 2, jax.nn.sigmoid(x @ w) * m, "data") + jnp.sum(w**2)
-    want = jax.value_and_grad(soft)(PARAMS, *BATCH)
+    want = jax.jit(jax.value_and_grad(soft))(PARAMS, *BATCH)
     assert_close(step_of(jc.value_and_grad(soft, DENSE), PARAMS, BATCH)[:2], want)
     tx, mesh = jc.compressed_mean(DENSE, "data"), mesh_of()
     state, specs = jc.init_state(tx, PARAMS, mesh, "data")
@@ -159,7 +159,8 @@ def test_mean_over_by_hand_and_with_a_mask_that_is_trained():
     run = jc.methods.rounds(jc.methods.descend(DENSE, 0.1), "data", weights=[1, 2, 0, 5])
     rows = jax.tree.map(lambda x: x.reshape(N, -1, *x.shape[1:]), BATCH)
     one = lambda *batch: run.point(run.step(run.init(PARAMS), lambda w: jax.grad(joint)(w, *batch))[0])
-    assert_close(jax.vmap(one, axis_name="data", out_axes=None)(*rows), W - 0.1 * whole([1, 2, 0, 5])[1])
+    mapped = jax.jit(jax.vmap(one, axis_name="data", out_axes=None))
+    assert_close(mapped(*rows), W - 0.1 * whole([1, 2, 0, 5])[1])
     with pytest.raises(ValueError, match=r"axis must be \('data',\), that of the workers; got 'batch'"):
         step_of(jc.value_and_grad(lambda w, x: jc.mean_over(x @ w, axis="batch"), DENSE), PARAMS, BATCH[:1])
     with pytest.raises(ValueError, match=r"the mask must broadcast to the shape \(3,\) of x; got \(2,\)"):
