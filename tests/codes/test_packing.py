@@ -33,14 +33,15 @@ def test_words_from_slices_are_those_of_the_vector(width, seed):
     codes = jnp.asarray(rng.integers(0, 2**width, 3072, dtype=np.uint32))
     places = places_of(3072, width)
     assert places is not None
-    made = places.pack(places.slices(codes)).reshape(width, -1)
+    made = jax.jit(lambda codes: places.pack(places.slices(codes)).reshape(width, -1))(codes)
     np.testing.assert_array_equal(made, oracles.pack(np.asarray(codes), width))
     blocks = np.repeat(np.arange(96), 32)  # a number for each 32 entries
-    for mine, each in zip(places.slices(jnp.arange(96)), places.slices(jnp.asarray(blocks)), strict=True):
+    slices = jax.jit(places.slices)
+    for mine, each in zip(slices(np.arange(96)), slices(blocks), strict=True):
         np.testing.assert_array_equal(np.broadcast_to(mine, each.shape), each)
-    words = pack(codes, width)
-    np.testing.assert_array_equal(places.unpack(words).reshape(-1), codes)
-    assert places.unpack(words).shape == places.whole
+    unpacked = jax.jit(lambda codes: places.unpack(pack(codes, width)))(codes)
+    np.testing.assert_array_equal(unpacked.reshape(-1), codes)
+    assert unpacked.shape == places.whole
 
 
 @pytest.mark.parametrize(("size", "width"), [(0, 4), (1000, 4), (1024, 3), (2**20 + 32, 8)])
@@ -92,9 +93,9 @@ def in_lanes(monkeypatch):
 @pytest.mark.parametrize("size", [0, 33, 1024, 5000, 32 * 1024, 96 * 1024])
 def test_lanes_change_no_word(width, size, seed, in_lanes):
     codes = np.random.default_rng([seed, width, size]).integers(0, 2**width, size, dtype=np.uint64).astype(np.uint32)
-    words = pack(jnp.asarray(codes), width)
+    words = jax.jit(lambda codes: pack(codes, width))(codes)
     np.testing.assert_array_equal(words, oracles.pack(codes, width))
-    np.testing.assert_array_equal(unpack(words, size), codes)
+    np.testing.assert_array_equal(jax.jit(lambda words: unpack(words, size))(words), codes)
     found = places_of(32 * 1024, width)
     assert isinstance(found, Lanes if width in (1, 2, 4, 8) else Places) or (width == 3 and found is None)
 
@@ -151,13 +152,13 @@ def test_a_payload_of_an_accelerator_is_that_of_a_cpu(name, size, target, seed):
 def test_words_of_long_vectors_are_the_same_with_64_bits_enabled(name, seed):
     compressor, x = CODED[name], np.random.default_rng(seed).standard_normal(4096).astype(np.float32)
 
-    def payload():
-        state = compressor.init(jax.random.key(1), jnp.asarray(x))
-        return jax.tree.map(np.asarray, compressor.compress(jax.random.key(2), jnp.asarray(x), state)[0])
+    def payload(x):
+        state = compressor.init(jax.random.key(1), x)
+        return compressor.compress(jax.random.key(2), x, state)[0]
 
-    narrow = payload()
+    narrow = jax.jit(payload)(x)
     with jax.enable_x64(True):
-        wide = payload()
+        wide = jax.jit(payload)(x)
     for a, b in zip(jax.tree.leaves(narrow), jax.tree.leaves(wide), strict=True):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
