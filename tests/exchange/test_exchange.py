@@ -29,9 +29,18 @@ def payloads_of(here, key, seed):
     rng = np.random.default_rng(seed)
     likes = [group.like for group in here.groups]
     messages = [tuple(jnp.asarray(rng.standard_normal(a.shape), a.dtype) for a in likes) for _ in range(N)]
+    run = sender(here.compressors, here.groups)
+    shared, payloads, decoded = zip(*(run(key, i, message) for i, message in enumerate(messages)), strict=True)
+    return shared[0], payloads, decoded
+
+
+@functools.cache
+def sender(compressors, groups):
+    """What a worker makes of its message, compiled once for all weights and routes."""
+    here, likes = Round(None, groups, compressors), [group.like for group in groups]
 
     @jax.jit
-    def run(i, message):
+    def run(key, i, message):
         shared, payloads, decoded = [], [], []
         states = here._replace(key=key).start(tuple(likes))
         keys = keys_of(jax.random.fold_in(key, i), here.groups)
@@ -42,8 +51,7 @@ def payloads_of(here, key, seed):
             shared.append(state.shared)
         return tuple(shared), tuple(payloads), tuple(decoded)
 
-    shared, payloads, decoded = zip(*(run(i, message) for i, message in enumerate(messages)), strict=True)
-    return shared[0], payloads, decoded
+    return run
 
 
 def everywhere(compressor, via, weights, like, key, seed):
