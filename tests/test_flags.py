@@ -122,6 +122,7 @@ LONG = {  # compressors with forms for backends that short vectors do not reach
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("name", LONG)
 def test_no_backend_implies_ranks_or_dtypes(name, platform):
