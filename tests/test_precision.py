@@ -190,6 +190,7 @@ def of_codec(row):
     return run
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS])
 def test_a_codec_keeps_its_roundings_and_products(row):
     """As it is traced for GPUs and TPUs, and in one dtype as for CPUs."""
@@ -257,6 +258,7 @@ def traced_update(algorithm, via, params):
         return traced(lambda grads, state: step(grads, state), params, state)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"mixing": 0.5}, {"fragments": 2, "delay": 1, "mixing": 0.5}, {"every": 1}])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_local_updates_keep_their_roundings(dtype, options):
