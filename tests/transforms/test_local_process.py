@@ -140,12 +140,17 @@ def test_weights_are_for_as_many_workers_as_there_are():
 def test_parameters_of_16_bits_follow_small_steps():
     """As in `local_updates`: with an exchange after every step the difference is the inner update, not rounded."""
     inner, outer, ones = optax.sgd(1e-4), optax.sgd(1.0), jnp.ones(4, jnp.bfloat16)
-    algorithm, grads = jc.direct(jc.identity()), jnp.ones((50, 1, 4), jnp.bfloat16)
+    algorithm = jc.direct(jc.identity())
     tx = jc.local_updates(inner, outer, algorithm, None, every=1)
-    own, state = ones, tx.init(ones)
+    own, state, grads = ones, tx.init(ones), np.ones((50, 1, 4), jnp.bfloat16)
+
+    @jax.jit
+    def step(g, state, own):
+        updates, state = tx.update(g, state, own)
+        return optax.apply_updates(own, updates), state
+
     for g in grads:
-        updates, state = tx.update(g[0], state, own)
-        own = optax.apply_updates(own, updates)
+        own, state = step(g[0], state, own)
     points, found = after_steps(algorithm, ones, grads, inner, outer, every=1)
     np.testing.assert_array_equal(points[0], np.asarray(state.point))
     np.testing.assert_allclose(points[0], 1 - 50e-4, rtol=1e-4)
