@@ -222,7 +222,7 @@ def test_short_names_of_a_wire(short, long, key):
 
 
 def test_the_collectives_say_what_they_need(key):
-    run = lambda fn: jax.vmap(fn, axis_name=AXIS)(jnp.ones((2, 4)))
+    run = lambda fn: jax.jit(jax.vmap(fn, axis_name=AXIS))(jnp.ones((2, 4)))
     seeded = identity()._replace(init=lambda key, like: State((), jax.random.uniform(key)))
     with pytest.raises(ValueError, match="no axis named 'data' is bound"):
         pmean(jnp.ones(3), AXIS)

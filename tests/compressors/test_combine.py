@@ -159,8 +159,8 @@ def test_roundings_with_a_small_omega_contract(compressor, key):
     spec = compressor.spec
     for d in (1, 7, 512, 4096):
         assert 0 < spec.alpha(d) == pytest.approx(1 - spec.omega(d))
-    x_hat, _ = jc.roundtrip(compressor, x, key=key)
-    assert float(jnp.sum((x_hat - x) ** 2) / jnp.sum(x**2)) <= 1 - spec.alpha(4096)
+    x, x_hat = np.asarray(x), np.asarray(roundtrip(compressor, x, key)[0])
+    assert np.sum((x_hat - x) ** 2) / np.sum(x**2) <= 1 - spec.alpha(4096)
     jc.error_feedback(compressor)
     for other in (jc.dithering(11), jc.dithering(7), jc.block_scaled("int2", rounding="stochastic")):
         assert other.spec.alpha is None
