@@ -1,5 +1,7 @@
 """Selection without a sort, against NumPy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,9 +53,9 @@ def test_indices_are_those_of_nonzero(kind, d, capacity, seed):
 def test_vmap_equals_loop(seed):
     masks = np.random.default_rng(seed).random((5, 300)) < 0.1
     run = lambda m: indices_of_words(mask_words(m), 40, 300)
-    mapped = jax.vmap(run)(jnp.asarray(masks))
+    mapped, one = jax.jit(jax.vmap(run))(masks), jax.jit(run)
     for i in range(5):
-        np.testing.assert_array_equal(mapped[0][i], run(jnp.asarray(masks[i]))[0])
+        np.testing.assert_array_equal(mapped[0][i], one(masks[i])[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -85,7 +87,11 @@ def test_top_set_always_selects_the_largest(most, threshold, seed):
 
 
 def test_top_set_with_ties():
-    selected = lambda x, least, most: indices_of_words(top_set(jnp.array(x), jnp.float32(0), least, most), 3, len(x))[0]
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def run(x, least, most):
+        return indices_of_words(top_set(x, jnp.float32(0), least, most), 3, len(x))[0]
+
+    selected = lambda x, least, most: run(np.float32(x), least, most)
     np.testing.assert_array_equal(selected([1.0, 5.0, -5.0, 5.0, 2.0], 2, 2), [1, 2, 5])
     # The first of the equal ones by index fill up.
     np.testing.assert_array_equal(selected([1.0, 1.0, 1.0, 7.0], 2, 2), [0, 3, 4])
@@ -191,10 +197,8 @@ def test_largest_under_vmap_with_counts_of_their_own(seed):
 def test_first_bits(count, seed):
     mask = np.random.default_rng(seed).random(300) < 0.3
     mask[40:110] = True
-    words = first_bits(mask_words(jnp.asarray(mask)), count)
-    np.testing.assert_array_equal(
-        indices_of_words(words, 300, 300)[0], np.r_[np.flatnonzero(mask)[:count], [300] * 300][:300]
-    )
+    indices = jax.jit(lambda mask: indices_of_words(first_bits(mask_words(mask), count), 300, 300)[0])(mask)
+    np.testing.assert_array_equal(indices, np.r_[np.flatnonzero(mask)[:count], [300] * 300][:300])
 
 
 @pytest.mark.sampled
@@ -208,7 +212,7 @@ def test_local_indices_are_the_oracle_and_come_back(d, seed):
         low, counts = oracles.local_indices(indices, d)
         np.testing.assert_array_equal(local.low, low)
         np.testing.assert_array_equal(local.counts, counts)
-        np.testing.assert_array_equal(global_indices(local, d), indices)
+        np.testing.assert_array_equal(jax.jit(global_indices, static_argnums=1)(local, d), indices)
 
 
 def test_local_indices_of_a_dense_block():
