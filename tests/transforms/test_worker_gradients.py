@@ -137,7 +137,7 @@ def test_a_weight_beside_a_sum_over_the_workers_in_the_loss(form):
 
     weight = True if form == "returned" else lambda x, y, m: m.sum()
     found = step_of(jc.value_and_grad(functools.partial(loss, "data"), DENSE, weight=weight), PARAMS, BATCH)[:2]
-    assert_close(found, jax.value_and_grad(functools.partial(loss, None))(PARAMS, *BATCH))
+    assert_close(found, jax.jit(jax.value_and_grad(functools.partial(loss, None)))(PARAMS, *BATCH))
 
 
 def test_mean_over_by_hand_and_with_a_mask_that_is_trained():
@@ -369,7 +369,7 @@ def test_what_is_batch_is_not_guessed():
     cut, lies = on(mesh, BATCH[:2], P("data")), on(mesh, jnp.arange(16.0))
     with refused(r"batch\[2\] lies whole on every worker, and batch\[0\] is cut over \('data',\)"):
         grad_fn(PARAMS, state, *cut, lies)
-    want = jax.value_and_grad(loss)(PARAMS, *BATCH[:2], lies)
+    want = jax.jit(jax.value_and_grad(loss))(PARAMS, *BATCH[:2], lies)
     said = jc.value_and_grad(loss, DENSE, mesh, batch=(0, 1))
     assert_close(said(PARAMS, state, *cut, lies)[:2], want)
     by_name = jc.value_and_grad(loss, DENSE, mesh, batch=("x", "y"), micro_batches=2)
