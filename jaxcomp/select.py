@@ -25,7 +25,7 @@ from jax import lax
 
 from jaxcomp import select_cpu
 from jaxcomp.arrays import finite, wide
-from jaxcomp.backend import form, materialized, only_if
+from jaxcomp.backend import form, lanes, materialized, only_if
 from jaxcomp.norms import max_abs
 
 __all__ = [
@@ -54,6 +54,7 @@ TILE = 32 * 128  # entries
 FEW, LONG = 15, 1 << 12  # thresholds in one pass over rows, and entries from which a pass takes 255
 CHILDREN, ROOT = 64, 512  # blocks of a node, and at most of the root, in the search of a rank
 RUN = 4  # entries
+ROW, MANY_WORDS = 128, 1 << 12
 MANY_RUNS = 4096
 SAMPLED = 128  # entries of the sample that are expected among the `capacity` largest
 
@@ -342,10 +343,27 @@ def first_bits(words: Array, count: Array) -> Array:
 
 @jax.jit
 def _first_bits(words: Array, count: Array | int) -> Array:
+    if words.shape[0] > MANY_WORDS:
+        return _first_rows(words, count)
     counts = lax.population_count(words).astype(I32)
     left = count - (jnp.cumsum(counts, dtype=I32) - counts)
     part = words & ((U32(1) << _bit_of_rank(words, left).astype(U32)) - U32(1))
     return jnp.where(left >= counts, words, jnp.where(left > 0, part, U32(0)))
+
+
+def _first_rows(words: Array, count: Array | int) -> Array:
+    """Of many words: rows before the one in which the count is reached, and the first bits of that one.
+
+    Running sums over all of them take XLA for TPUs a minute to compile (655,808 words).
+    """
+    rows = jnp.pad(words, (0, -words.shape[0] % ROW)).reshape(-1, ROW)
+    ends = jnp.cumsum(jnp.sum(lax.population_count(rows).astype(I32), axis=1, dtype=I32), dtype=I32)
+    last = jnp.sum(ends <= count, dtype=I32)  # all rows, where there are no more bits than that
+    before = jnp.max(jnp.where(ends <= count, ends, 0))
+    part = _first_bits(rows[jnp.minimum(last, rows.shape[0] - 1)], count - before)
+    number = lax.broadcasted_iota(I32, (rows.shape[0], 1), 0)
+    kept = jnp.where(number < last, rows, jnp.where(number == last, part[None], U32(0)))
+    return kept.reshape(-1)[: words.shape[0]]
 
 
 def top_set(
@@ -458,13 +476,17 @@ def every(x: Array, stride: int) -> Array:
 
     Of long vectors runs of `RUN` entries that follow one another, `RUN * stride` apart: they stand in one line of the
     cache, so the sample takes less than half of the time. An odd stride does not run along the columns of a matrix.
+    On TPUs a run fills the lanes: shorter ones would be cut out of a copy of the vector, by a program of megabytes.
 
     >>> print(every(jnp.arange(10), 3))
     [0 3 6 9]
     """
-    rows = x.shape[0] // (RUN * stride)
-    if stride == 1 or rows < MANY_RUNS:
+    run = max(RUN, lanes())
+    rows = x.shape[0] // (run * stride)
+    if stride == 1 or rows < MANY_RUNS * RUN // run:
         return x[::stride]
+    if run > RUN:
+        return x[: x.shape[0] // run * run].reshape(-1, run)[: rows * stride : stride].reshape(-1)
     return x[: rows * RUN * stride].reshape(rows, RUN * stride)[:, :RUN].reshape(-1)
 
 
