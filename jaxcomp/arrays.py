@@ -93,8 +93,10 @@ def like_of(tree: Tree) -> Tree:
 
 def check_decoded(name: str, x_hat: Any, like: Any) -> None:
     """Raises ValueError unless `decompress` of the compressor `name` made what has the shapes and dtypes of `like`."""
-    kinds = lambda tree: [f"{getattr(x, 'dtype', type(x).__name__)}{[*jnp.shape(x)]}" for x in jax.tree.leaves(tree)]
-    got, expected = kinds(x_hat), kinds(like)
+    got, expected = (
+        [f"{getattr(x, 'dtype', type(x).__name__)}{[*jnp.shape(x)]}" for x in jax.tree.leaves(tree)]
+        for tree in (x_hat, like)
+    )
     if jax.tree.structure(x_hat) != jax.tree.structure(like):
         got = [f"a {type(x_hat).__name__}"]
     if got != expected:

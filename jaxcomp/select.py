@@ -352,7 +352,7 @@ def _first_bits(words: Array, count: Array | int) -> Array:
 
 
 def _first_rows(words: Array, count: Array | int) -> Array:
-    """Of many words: rows before the one in which the count is reached, and the first bits of that one.
+    """Keeps the rows before the one in which the count is reached, and the first bits of that one: for many words.
 
     Running sums over all of them take XLA for TPUs a minute to compile (655,808 words).
     """

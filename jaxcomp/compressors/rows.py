@@ -47,8 +47,7 @@ def rows(one: Compressor) -> Compressor:
         args = (keys, x, State(state.local.rows, state.shared.rows))
         first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), args)
         made = jax.eval_shape(one.compress, *first)
-        if type(made) is not tuple or len(made) != 2 or isinstance(made[1], State):
-            check_pair(one.spec.name, made, first[2])
+        check_pair(one.spec.name, made, first[2])
         kinds = jax.tree.map(lambda a: a.dtype, made[0])
 
         # One after the other: under vmap each `lax.cond` of a compressor would take both ways, sixfold the time. As

@@ -537,8 +537,7 @@ def _encoded(request: Mean, mine: tuple[Any, ...]) -> tuple[list[Compressor], li
                 programs[i], encoded[i] = c, one
     made = [encoded[i] for i in range(len(mine))]
     for c, one, state in zip(programs, made, states, strict=True):
-        if type(one) is not tuple or len(one) != 2 or isinstance(one[1], State):
-            check_pair(c.spec.name, one, state)
+        check_pair(c.spec.name, one, state)
     return programs, made
 
 
@@ -564,8 +563,7 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], s
 
         def decode(total: Any, shared: Any) -> Any:
             x_hat = compressor.decompress(total, for_worker(compressor, shared, 0, 1), like)
-            if (getattr(x_hat, "shape", None), getattr(x_hat, "dtype", None)) != (like.shape, like.dtype):
-                check_decoded(compressor.spec.name, x_hat, like)
+            check_decoded(compressor.spec.name, x_hat, like)
             return x_hat
 
         return way.mean_of(varying(on_equal_types(decode, arrived.total, parcel.shared), way.outer))
