@@ -25,7 +25,7 @@ from jax import lax
 
 from jaxcomp import select_cpu
 from jaxcomp.arrays import finite, wide
-from jaxcomp.backend import form, lanes, materialized, only_if
+from jaxcomp.backend import form, lanes, materialized, only_if, running
 from jaxcomp.norms import max_abs
 
 __all__ = [
@@ -54,7 +54,6 @@ TILE = 32 * 128  # entries
 FEW, LONG = 15, 1 << 12  # thresholds in one pass over rows, and entries from which a pass takes 255
 CHILDREN, ROOT = 64, 512  # blocks of a node, and at most of the root, in the search of a rank
 RUN = 4  # entries
-ROW, MANY_WORDS = 128, 1 << 12
 MANY_RUNS = 4096
 SAMPLED = 128  # entries of the sample that are expected among the `capacity` largest
 
@@ -158,7 +157,7 @@ def _written(words: Array, capacity: int, size: int) -> tuple[Array, Array]:
     know their places, and those that are set write their numbers there, neighbours side by side.
     """
     counts = lax.population_count(words).astype(I32)
-    ends = jnp.cumsum(counts, dtype=I32)
+    ends = running(jnp.add, counts)
     words, lane = words[:, None], lax.iota(U32, 32)[None]
     below = lax.population_count(words & ((U32(1) << lane) - U32(1))).astype(I32)
     number = lax.iota(U32, 32 * words.shape[0])
@@ -249,7 +248,7 @@ def _ends(counts: Array) -> Array:
     """Running sums along a short last axis. As one sum for each end, compared with all, XLA for GPUs makes tiles of it
     that no register holds.
     """
-    return jnp.cumsum(counts, axis=-1, dtype=I32)
+    return running(jnp.add, counts)
 
 
 def _bit_of_rank(word: Array, rank: Array) -> Array:
@@ -343,27 +342,10 @@ def first_bits(words: Array, count: Array) -> Array:
 
 @jax.jit
 def _first_bits(words: Array, count: Array | int) -> Array:
-    if words.shape[0] > MANY_WORDS:
-        return _first_rows(words, count)
     counts = lax.population_count(words).astype(I32)
-    left = count - (jnp.cumsum(counts, dtype=I32) - counts)
+    left = count - (running(jnp.add, counts) - counts)
     part = words & ((U32(1) << _bit_of_rank(words, left).astype(U32)) - U32(1))
     return jnp.where(left >= counts, words, jnp.where(left > 0, part, U32(0)))
-
-
-def _first_rows(words: Array, count: Array | int) -> Array:
-    """Keeps the rows before the one in which the count is reached, and the first bits of that one: for many words.
-
-    Running sums over all of them take XLA for TPUs a minute to compile (655,808 words).
-    """
-    rows = jnp.pad(words, (0, -words.shape[0] % ROW)).reshape(-1, ROW)
-    ends = jnp.cumsum(jnp.sum(lax.population_count(rows).astype(I32), axis=1, dtype=I32), dtype=I32)
-    last = jnp.sum(ends <= count, dtype=I32)  # all rows, where there are no more bits than that
-    before = jnp.max(jnp.where(ends <= count, ends, 0))
-    part = _first_bits(rows[jnp.minimum(last, rows.shape[0] - 1)], count - before)
-    number = lax.broadcasted_iota(I32, (rows.shape[0], 1), 0)
-    kept = jnp.where(number < last, rows, jnp.where(number == last, part[None], U32(0)))
-    return kept.reshape(-1)[: words.shape[0]]
 
 
 def top_set(

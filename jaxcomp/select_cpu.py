@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp.backend import running
+
 __all__ = ["block_of_rank", "count_words", "first_bits", "of_rank", "reached_by"]
 
 Array = jax.Array
@@ -47,11 +49,11 @@ def block_of_rank(counts: Array, capacity: int) -> tuple[Array, Array, Array]:
     """Each block that is not empty writes its number at the rank of its first one: a scatter of unique targets. A
     running maximum spreads it to the ranks that follow.
     """
-    ends = jnp.cumsum(counts, dtype=I32)
+    ends = running(jnp.add, counts)
     starts = ends - counts
     number = lax.iota(I32, counts.shape[0])
     first = jnp.zeros((capacity,), I32).at[jnp.where(counts > 0, starts, capacity)].set(number, mode="drop")
-    block = lax.cummax(first)
+    block = running(jnp.maximum, first)
     return block, starts[block], ends[-1]
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jitted import made_for
 from laws import ROWS, WORKERS, D
 from variants import variants
 
@@ -14,7 +15,7 @@ import jaxcomp as jc
 from experiments.bench.trees import temporary, update_of
 from jaxcomp import backend, backend_gpu
 from jaxcomp.arrays import like_of
-from jaxcomp.backend import LONG, Pieces, SparseSum, accumulated, cut_apart, joined, shared_program
+from jaxcomp.backend import LONG, Pieces, SparseSum, accumulated, cut_apart, joined, running, shared_program
 from jaxcomp.backend_cpu import FEW
 from jaxcomp.base import State, accumulate, entries, for_worker
 from jaxcomp.exchange import collectives, driver
@@ -388,3 +389,15 @@ def test_states_are_written_in_place(algorithm, gradients):
     assert float(temporary(program, like)) <= gradients
     copies = re.findall(r"f32\[([\d,]+)\]\S* copy\(", program.as_text())
     assert [x for x in copies if np.prod([int(n) for n in x.split(",")]) >= 2**18] == []
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (127,), (129,), (20_000,), (3, 64), (2, 1000), (0, 5), (2, 3, 130)])
+def test_running_sums_for_tpus_are_those_of_numpy(shape, seed):
+    """Of signed numbers, and of others that wrap around; maxima of what is not negative."""
+    signed = np.random.default_rng(seed).integers(0, 100, shape).astype(np.int32)
+    for x in (signed, signed.astype(np.uint32) * np.uint32(40_000_000)):
+        made = functools.partial(made_for, "tpu")
+        np.testing.assert_array_equal(made(lambda x: running(jnp.add, x), jnp.asarray(x)), np.cumsum(x, -1, x.dtype))
+        np.testing.assert_array_equal(
+            made(lambda x: running(jnp.maximum, x), jnp.asarray(x)), np.maximum.accumulate(x, -1)
+        )

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.arrays import is_host
+from jaxcomp.backend import running
 from jaxcomp.select import indices_of_words
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "mark",
     "ones",
     "running_max",
+    "running_sum",
     "scan",
     "scatter_bits",
 ]
@@ -63,7 +65,12 @@ def ones(words: Array, count: int) -> Array:
 
 def running_max(x: Array) -> Array:
     """The largest of each number and those before it."""
-    return np.maximum.accumulate(x) if is_host(x) else lax.cummax(x)
+    return np.maximum.accumulate(x) if is_host(x) else running(jnp.maximum, x)
+
+
+def running_sum(x: Array) -> Array:
+    """The sum of each number and those before it, in the same integers."""
+    return np.cumsum(x, dtype=x.dtype) if is_host(x) else running(jnp.add, x)
 
 
 def scatter_bits(parts: Sequence[tuple[Array, Array]], num_words: int) -> Array:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxcomp.arrays import bit_length, namespace
-from jaxcomp.codes.arrays import gather, scan, scatter_bits
+from jaxcomp.codes.arrays import gather, running_sum, scan, scatter_bits
 from jaxcomp.codes.stream import pack_codes, read_fields, starts_of
 
 __all__ = [
@@ -306,7 +306,7 @@ def decode_symbols(
     sums = read_fields(words, start + CHUNK_BITS * place, CHUNK_BITS).astype(xp.int32)
     sums = xp.where(place < (count - 1) // CHUNK, sums, 0)
     first = start + chunk_bits(count)
-    begins = first + xp.concatenate([0 * words[:1].astype(xp.int32), xp.cumsum(sums, dtype=xp.int32)])
+    begins = first + xp.concatenate([0 * words[:1].astype(xp.int32), running_sum(sums)])
     number = CHUNK * xp.arange(num_chunks, dtype=xp.int32)
     flat = lambda x, row, column: gather(x.reshape(-1), row * x.shape[1] + column)
     which = None if which is None else which.astype(xp.int32)

@@ -33,7 +33,7 @@ Kiely 2004 (the range of k).
 from typing import Any, NamedTuple
 
 from jaxcomp.arrays import bit_length, namespace
-from jaxcomp.codes.arrays import branch, gather, histogram, mark, ones, running_max, scatter_bits
+from jaxcomp.codes.arrays import branch, gather, histogram, mark, ones, running_max, running_sum, scatter_bits
 from jaxcomp.codes.huffman import (
     chunk_bits,
     code_lengths,
@@ -262,7 +262,7 @@ def encode_keys(
         return scatter_bits([(codes, SCHEME_BITS + starts_of(each))], num_words), SCHEME_BITS + count * width
 
     def unary():
-        ends = SCHEME_BITS + xp.cumsum(xp.where(gaps.valid, symbols + 1, 0), dtype=xp.int32)
+        ends = SCHEME_BITS + running_sum(xp.where(gaps.valid, symbols + 1, 0).astype(xp.int32))
         marks = gaps.valid.astype(xp.uint32)
         return scatter_bits([(marks, ends - 1)], num_words), ends[-1] if size else xp.int32(SCHEME_BITS)
 
@@ -330,7 +330,7 @@ def keys_of(gaps: Array, counts: Array) -> Array:
     first, valid = list_starts(counts, gaps.shape[0])
     numbers = gaps + xp.where(first, xp.uint32(0), xp.uint32(1))
     # Sums over all lists wrap around, and so do the differences that restart them.
-    sums = xp.cumsum(numbers, dtype=xp.uint32)
+    sums = running_sum(numbers.astype(xp.uint32))
     start = running_max(xp.where(first, xp.arange(gaps.shape[0], dtype=xp.int32), 0))
     keys = sums - gather(sums - numbers, start)
     return xp.where(valid, keys, xp.uint32(0)).astype(xp.int32)

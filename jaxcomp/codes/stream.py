@@ -7,7 +7,7 @@ least significant bit. As little-endian bytes this is the order of `wire.bitstre
 from typing import Any
 
 from jaxcomp.arrays import namespace
-from jaxcomp.codes.arrays import gather, scatter_bits
+from jaxcomp.codes.arrays import gather, running_sum, scatter_bits
 
 __all__ = ["low_bits", "pack_codes", "read_fields", "starts_of"]
 
@@ -16,8 +16,7 @@ Array = Any
 
 def starts_of(lengths: Array) -> Array:
     """Exclusive running sum: where each code starts. i32[n]."""
-    xp = namespace(lengths)
-    return xp.cumsum(lengths, dtype=xp.int32) - lengths
+    return running_sum(lengths.astype(namespace(lengths).int32)) - lengths
 
 
 def low_bits(x: Array, widths: Array) -> Array:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import is_array
-from jaxcomp.backend import over_rows
+from jaxcomp.backend import over_rows, running
 from jaxcomp.base import Compressor, Spec, State, advance, check_compressor, left, left_of, on_vectors
 from jaxcomp.checks import is_integer
 from jaxcomp.factories import factory
@@ -83,7 +83,7 @@ def chunked(compressor: Compressor, size: int) -> Compressor:
         """Ascending indices and values of one message. What fills a chunk up adds zero to the last entry of it."""
         rows, length = cut(like.size)
         gaps = unpack(payload.words, payload.values.size).reshape(rows, payload.values.size // max(rows, 1))
-        inside = jnp.cumsum(gaps.astype(jnp.int32) + 1, axis=1) - 1
+        inside = running(jnp.add, gaps.astype(jnp.int32) + 1) - 1
         filled = (inside >= 0) & (inside < length)
         inside = jnp.where(filled, inside, length - 1)
         index = jnp.minimum(length * lax.broadcasted_iota(jnp.int32, inside.shape, 0) + inside, like.size)

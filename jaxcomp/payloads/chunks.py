@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.arrays import is_host, namespace
+from jaxcomp.codes.arrays import running_sum
 from jaxcomp.codes.keys import MAX_KEYS, Gaps, decode_gaps, encode_keys, plan
 from jaxcomp.packing import pack, unpack
 from jaxcomp.payloads.registry import (
@@ -109,7 +110,7 @@ class _Sent(NamedTuple):
     def keys(self) -> Array:
         """The same gaps as ascending keys of one list; of no use behind `count`."""
         xp = namespace(self.gaps)
-        return (xp.cumsum(self.gaps + xp.uint32(1), dtype=xp.uint32) - xp.uint32(1)).astype(xp.int32)
+        return (running_sum((self.gaps + xp.uint32(1)).astype(xp.uint32)) - xp.uint32(1)).astype(xp.int32)
 
 
 def _sent(words: Array) -> _Sent:

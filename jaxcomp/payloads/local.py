@@ -7,6 +7,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.arrays import is_host
+from jaxcomp.backend import running
 
 __all__ = ["BLOCK", "LocalIndices", "global_indices", "local_indices"]
 
@@ -53,8 +54,8 @@ def global_indices(local: LocalIndices, size: int) -> Array:
         padded = np.full(capacity, size, np.int32)
         padded[: found.size] = np.minimum(found + low[: found.size], size)
         return padded
-    ends = jnp.cumsum(counts, dtype=I32)
-    block = jnp.cumsum(jnp.zeros((capacity,), I32).at[ends].add(1, mode="drop"), dtype=I32)
+    ends = running(jnp.add, counts)
+    block = running(jnp.add, jnp.zeros((capacity,), I32).at[ends].add(1, mode="drop"))
     index = BLOCK * block + low.astype(I32)
     real = lax.iota(I32, capacity) < (ends[-1] if ends.shape[0] else 0)
     return jnp.where(real & (index >= 0), jnp.minimum(index, size), size)

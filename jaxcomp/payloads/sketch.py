@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.arrays import is_host, namespace
+from jaxcomp.backend import running
 from jaxcomp.codes.arrays import histogram
 from jaxcomp.codes.huffman import decode_with_table, encode_with_table, table_bits
 from jaxcomp.codes.keys import MAX_KEYS, MAX_TABLE_WIDTH, decode_gaps, encode_keys, key_bits, key_words, keys_of
@@ -169,7 +170,7 @@ def _pack(payload: Sketch) -> Coded:
 def _in_lists(keys: Array, counts: Array, n: Array) -> Array:
     """Whether the first n keys ascend in each list, and one key fills the places behind them."""
     rank = lax.iota(I32, keys.shape[0])
-    start = jnp.zeros((keys.shape[0],), bool).at[jnp.cumsum(counts, dtype=I32)].set(True, mode="drop")
+    start = jnp.zeros((keys.shape[0],), bool).at[running(jnp.add, counts.astype(I32))].set(True, mode="drop")
     ascends = jnp.concatenate([jnp.ones((1,), bool), keys[1:] > keys[:-1]]) | start
     return (n <= keys.shape[0]) & jnp.all(jnp.where(rank < n, ascends & (keys >= 0), keys == keys[-1]))
 

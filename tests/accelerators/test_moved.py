@@ -136,7 +136,10 @@ STEPS = {
 def test_a_step_on_many_leaves_holds_few_gradients_on_a_tpu(name):
     make, most = STEPS[name]
     like = gpt_like(4, 1024)
-    assert step_on("v5e:2x2", make(), like).memory / 4 / num_entries(like) <= most
+    program = step_on("v5e:2x2", make(), like)
+    assert program.memory / 4 / num_entries(like) <= most
+    # XLA's own running sums: of 655,808 counts one took a minute to compile, and a step on 21.0 M parameters 216 s.
+    assert " reduce-window(" not in program.text
 
 
 def equal_leaves(count, size):
