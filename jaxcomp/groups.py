@@ -44,8 +44,8 @@ __all__ = [
     "join",
     "row_size",
     "split",
-    "untold_if_dense",
     "warn_if_dense",
+    "without_dense_warning",
 ]
 
 Array = jax.Array
@@ -377,7 +377,7 @@ def warn_if_dense(name: str, *parts: Groups) -> None:
 
 
 @contextlib.contextmanager
-def untold_if_dense() -> Iterator[None]:
+def without_dense_warning() -> Iterator[None]:
     """A context in which `warn_if_dense` is silent: for what is traced twice, and parts that are told of together."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*nothing is compressed")

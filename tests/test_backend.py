@@ -393,9 +393,9 @@ def test_states_are_written_in_place(algorithm, gradients):
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (127,), (129,), (20_000,), (3, 64), (2, 1000), (0, 5), (2, 3, 130)])
 def test_running_sums_for_tpus_are_those_of_numpy(shape, seed):
-    """Of signed numbers, and of others that wrap around; maxima of what is not negative."""
-    signed = np.random.default_rng(seed).integers(0, 100, shape).astype(np.int32)
-    for x in (signed, signed.astype(np.uint32) * np.uint32(40_000_000)):
+    """Of numbers of both signs, and of others that wrap around."""
+    signed = np.random.default_rng(seed).integers(-100, 100, shape).astype(np.int32)
+    for x in (signed, np.abs(signed).astype(np.uint32) * np.uint32(40_000_000)):
         made = functools.partial(made_for, "tpu")
         np.testing.assert_array_equal(made(lambda x: running(jnp.add, x), jnp.asarray(x)), np.cumsum(x, -1, x.dtype))
         np.testing.assert_array_equal(

@@ -380,13 +380,12 @@ def counted(payload: Any, like: Any, code: str | None) -> tuple[int, Array | flo
             choices = family.codings(part, code or "fixed")
             bits = _bits_of(choices, code or "fixed")
             entries = family.entries(part) if choices.entries is None else choices.entries
-        return bits, like.shape[-1] if entries is None else entries
+        found = (bits, like.size // max(rows, 1) if entries is None else entries)
+        return [x.astype(jnp.float32) if isinstance(x, jax.Array) else float(x) for x in found]
 
-    if len(like.shape) > 1:
-        rows = jax.vmap(lambda part: [jnp.asarray(x, jnp.float32) for x in one(part)])(payload)
-        bits, entries = map(jnp.sum, rows)
-    else:
-        bits, entries = (x.astype(jnp.float32) if isinstance(x, jax.Array) else float(x) for x in one(payload))
+    stacked = len(like.shape) > 1
+    rows = like.shape[0] if stacked else 1
+    bits, entries = jax.tree.map(jnp.sum, jax.vmap(one)(payload)) if stacked else one(payload)
     return lane_bytes(payload), bits, entries
 
 

@@ -12,7 +12,7 @@ from jaxcomp.base import Algorithm, Compressor
 from jaxcomp.exchange.agreement import check_state
 from jaxcomp.exchange.axes import Axis, axis_names, varying
 from jaxcomp.exchange.state import MeanState, OwnState, is_mean, is_own, means_in
-from jaxcomp.groups import untold_if_dense
+from jaxcomp.groups import without_dense_warning
 
 __all__ = [
     "Marks",
@@ -389,7 +389,7 @@ def shape_on(mesh: Mesh | AbstractMesh, tx: Any, like: Any) -> Any:
     automatic = abstract.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     nothing = AbstractMesh((), ())  # whatever mesh is in force here
     # Who makes the state afterwards tells of leaves that are not compressed.
-    with jax.sharding.use_abstract_mesh(nothing), jax.sharding.use_abstract_mesh(automatic), untold_if_dense():
+    with jax.sharding.use_abstract_mesh(nothing), jax.sharding.use_abstract_mesh(automatic), without_dense_warning():
         state = jax.eval_shape(tx.init, like)
     for chain in _chains(state):
         check_order(chain)

@@ -6,9 +6,11 @@ loss(params, *batch, **named)
      named    whole and equal on all workers | random keys | variables of Flax NNX | fixed: True, "sum", 3
 """
 
+import contextlib
 import inspect
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +31,7 @@ __all__ = [
     "check_wrt",
     "is_key",
     "like_params",
+    "names_whole_arrays",
     "trained_of",
     "weight_of",
     "write_back",
@@ -396,6 +399,45 @@ def weight_of(weight: Callable[..., Any], batch: Sequence[Any], named: Mapping[s
     except ValueError:  # it does not say what it takes
         pass
     return weight(*batch, **named)
+
+
+BESIDE = (
+    "The loss was called with {} of the {} examples of the batch, and with all of the argument {!r}, which is whole on "
+    "every worker. If it goes with the examples, say so: {}; in a shard_map or vmap of your own cut it as the batch is"
+)
+ONE = (
+    "value_and_grad: the loss is called with one of the {} examples of the batch, and with all of the argument {!r}, "
+    "which has as many entries: one will be spread over the other. If the argument goes with the examples, say {}; if "
+    "it does not, batch={}"
+)
+
+
+@contextlib.contextmanager
+def names_whole_arrays(chosen: Any, batch: Sequence[Any], named: Mapping[str, Any], pieces: int) -> Iterator[None]:
+    """A call of the loss: adds a note to an error on shapes, where an array given whole is as long as the batch was.
+
+    Warns of such an array beside a single example, with which shapes fit, unless it is said what is batch.
+
+    Args:
+        chosen: which arguments are batch, as the user gave it; None: those that are not named.
+        pieces: into how many the batch is cut, over workers and micro-batches.
+    """
+    given = {**dict(enumerate(batch)), **named}
+    cut = tuple(range(len(batch))) if chosen is None else tuple(chosen)
+    arrays = [x for name in cut for x in jax.tree.leaves(given[name]) if isinstance(x, jax.Array)]
+    lengths = {x.shape[0] if x.ndim else 0 for x in arrays}
+    length = lengths.pop() if len(lengths) == 1 and pieces > 1 else 0
+    as_long = lambda x: isinstance(x, jax.Array) and not is_key(x) and x.shape[:1] == (length * pieces,)
+    whole = [name for name, x in given.items() if name not in cut and length and as_long(x)]
+    cure = f"batch={(*cut, *whole)}"
+    if whole and length == 1 and chosen is None:
+        warnings.warn(ONE.format(pieces, whole[0], cure, cut), stacklevel=4)
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if whole and any(word in str(error).lower() for word in ("shape", "dimension", "broadcast")):
+            error.add_note(BESIDE.format(length, length * pieces, whole[0], cure))
+        raise
 
 
 def check_cut(

@@ -39,7 +39,7 @@ from jaxcomp.exchange.binding import exchange_of
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.routes import Route
 from jaxcomp.exchange.state import means_in
-from jaxcomp.groups import Buckets, join, split, untold_if_dense, warn_if_dense
+from jaxcomp.groups import Buckets, join, split, warn_if_dense, without_dense_warning
 from jaxcomp.paths import numbers_by_path, same_leaves
 from jaxcomp.transforms.rows import with_before, with_rows
 from jaxcomp.transforms.scattered import cut_dimension, scattered_mean
@@ -338,7 +338,7 @@ def _by_shards(
     def init(params):
         like_of(params)
         each = zip(means_for(params), parted(params), strict=True)
-        with untold_if_dense():  # of a part, whose leaves may all be small beside the others
+        with without_dense_warning():  # of a part, whose leaves may all be small beside the others
             states = tuple(mean.init(part) if jax.tree.leaves(part) else () for mean, part in each)
         warn_if_dense("compressed_mean", *(mean.about.groups for mean in means_in(states)))
         return states

@@ -33,7 +33,6 @@ from jaxcomp.transforms.arguments import Call, Given, Trained, call_of, check_cu
 from jaxcomp.transforms.local_updates import LocalUpdatesState, local_updates
 from jaxcomp.transforms.meshes import (
     DATA,
-    Alone,
     check_kept,
     find_devices,
     find_mesh,
@@ -42,6 +41,7 @@ from jaxcomp.transforms.meshes import (
     laid_out,
     own_gradients_on_mesh,
     unless_in_force,
+    warn_if_alone,
     without,
 )
 from jaxcomp.transforms.worker_gradients import Loss, Own, check_loss_options, own_gradients
@@ -83,7 +83,7 @@ class LocalSteps:
     mesh: Mesh | AbstractMesh | None
     axis: Any
     param_specs: Any
-    alone: Alone
+    axis_is_named: bool
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -155,7 +155,7 @@ class LocalSteps:
             )
         if mesh is None:
             out = _alone(self, call, own, state, given)
-            self.alone()
+            warn_if_alone(NAME, names_of(self.axis), self.axis_is_named)
             return out
         check_cut(NAME, self.loss.batch, batch, named, call, mesh, self.workers)
         return _on_mesh(self, call, mesh, own, state, given)
@@ -223,8 +223,8 @@ def local_steps(
     >>> print(value.round(3), state.point)
     [2.025] [0.19 0.38]
     """
-    alone = Alone(NAME, axis_name)
-    axis_name = str(axis_name) if axis_name is DATA else axis_name
+    axis_is_named = axis_name is not DATA
+    axis_name = axis_name if axis_is_named else str(axis_name)
     how = check_loss_options(NAME, loss, has_aux=has_aux, weight=weight, aux="each", keys=keys, batch=batch)
     options["weighted"] = how.weighted
     single = {key: value for key, value in options.items() if key != "weights"}
@@ -236,7 +236,7 @@ def local_steps(
         return local_updates(inner, outer, algorithm, axis_name, every=every, sharded=sharded, **options)
 
     transform(None)  # says what does not fit while it is built
-    return LocalSteps(how, transform, mesh, axis_name, param_specs, alone)
+    return LocalSteps(how, transform, mesh, axis_name, param_specs, axis_is_named)
 
 
 _WHY = "in local steps it would exchange at every step"

@@ -41,7 +41,7 @@ from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.routes import Route
 from jaxcomp.exchange.state import OwnState, is_mean, means_in, own_at_device, own_off_device
 from jaxcomp.floats import rounded_to, stored
-from jaxcomp.groups import Buckets, untold_if_dense, warn_if_dense
+from jaxcomp.groups import Buckets, warn_if_dense, without_dense_warning
 from jaxcomp.state.moments import LocalMomentsState, places_of
 from jaxcomp.transforms.compressed_mean import MISSING, levels_of, means_over
 from jaxcomp.transforms.fragments import Timetable, cut, either, fragments_of, idle, replaced
@@ -314,7 +314,7 @@ class _LocalUpdates(NamedTuple):
         point = jax.tree.map(lambda p, each: jnp.array(p, each.dtype, copy=True), params, like)
         fragments = fragments_of(like, self.times.fragments)
         pending = tuple(zeros_like(cut(like, numbers)) for numbers in fragments) if self.times.delay else ()
-        with untold_if_dense():  # of a fragment, whose leaves may all be small beside the others
+        with without_dense_warning():  # of a fragment, whose leaves may all be small beside the others
             means = tuple(self.mean(p, numbers).init(cut(like, numbers)) for p, numbers in enumerate(fragments))
         warn_if_dense(NAME, *(mean.about.groups for mean in means_in(means)))
         state = LocalUpdatesState(

@@ -9,7 +9,6 @@
 Between them each gradient is an array [n, ...] with a leading axis of workers. Each row lies where it was made.
 """
 
-import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from jaxcomp.exchange.axes import Axis, axis_names
 from jaxcomp.exchange.state import means_in
 from jaxcomp.jaxprs import inner_of
 from jaxcomp.paths import same_leaves
-from jaxcomp.state.specs import names_of, shape_on, shapes_of_shards, state_specs
+from jaxcomp.state.specs import shape_on, shapes_of_shards, state_specs
 from jaxcomp.transforms.arguments import Call, Given, Trained
 from jaxcomp.transforms.worker_gradients import (
     ROWS,
@@ -42,7 +41,6 @@ from jaxcomp.transforms.worker_gradients import (
 
 __all__ = [
     "DATA",
-    "Alone",
     "check_kept",
     "exchange_on_mesh",
     "find_devices",
@@ -57,8 +55,9 @@ __all__ = [
     "placed",
     "same_on_mesh",
     "unless_in_force",
+    "warn_if_alone",
+    "warn_if_cut_otherwise",
     "warn_of_lookups",
-    "warn_of_others",
     "warn_of_whole",
     "without",
 ]
@@ -72,9 +71,7 @@ ALONE = (
     "binds it. Call jax.set_mesh(mesh), or give mesh=, and make the state anew; or say axis_name=None for a single "
     "worker"
 )
-
-
-OTHERS = (
+CUT_OTHERWISE = (
     "value_and_grad: params{} is cut over {}, and the state was made of parameters that are not: each step gathers the "
     "gradient over that axis, each device compresses and remembers the whole of it, and gradients come back whole. "
     "Make the state of the parameters as they are cut, state = grad_fn.init(params), or give param_specs=; states from "
@@ -106,24 +103,13 @@ def find_mesh(name: str, given: Meshes | None, axes: tuple[str, ...], *trees: An
     return found
 
 
-@dataclasses.dataclass(eq=False)
-class Alone:
-    """Warns, once, of a single worker where several could be meant: `axis` was written, and there are several devices.
+def warn_if_alone(name: str, axis: Axis, named: bool) -> None:
+    """Warns of a step of a single worker where several could be meant: the axis was named, and there are devices.
 
-    name: of the outer form. axis: as it was given.
+    name: of the outer form, from which this is called. named: whether the caller gave the axis.
     """
-
-    name: str
-    axis: Any
-    warned: bool = False
-
-    def __call__(self) -> None:
-        """Call it where a step of a single worker was made, from what the user calls."""
-        written = self.axis is not DATA and axis_names(names_of(self.axis))
-        if not written or self.warned or jax.device_count() == 1:
-            return
-        self.warned = True
-        warnings.warn(ALONE.format(self.name, jax.device_count(), names_of(self.axis)), stacklevel=3)
+    if named and axis_names(axis) and jax.device_count() > 1:
+        warnings.warn(ALONE.format(name, jax.device_count(), axis), stacklevel=3)
 
 
 def find_devices(name: str, given: Meshes | None, axes: tuple[str, ...], *trees: Any) -> Meshes | None:
@@ -237,7 +223,7 @@ def warn_of_whole(workers: tuple[str, ...], specs: tuple[PartitionSpec, ...], tr
         )
 
 
-def warn_of_others(specs: tuple[PartitionSpec, ...], mesh: Meshes, trained: Any) -> None:
+def warn_if_cut_otherwise(specs: tuple[PartitionSpec, ...], mesh: Meshes, trained: Any) -> None:
     """Warns where parameters are cut over axes over which those were not of which the state was made.
 
     Inside jit that is seen of axes of type Explicit alone; others are the compiler's.
@@ -250,7 +236,9 @@ def warn_of_others(specs: tuple[PartitionSpec, ...], mesh: Meshes, trained: Any)
             continue
         more = axes(sharding.spec) - axes(specs[i] if specs else P())
         if more:
-            warnings.warn(OTHERS.format(jax.tree_util.keystr(path), ", ".join(map(repr, sorted(more)))), stacklevel=3)
+            warnings.warn(
+                CUT_OTHERWISE.format(jax.tree_util.keystr(path), ", ".join(map(repr, sorted(more)))), stacklevel=3
+            )
             return
 
 

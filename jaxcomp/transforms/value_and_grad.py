@@ -38,7 +38,6 @@ from jaxcomp.transforms.compressed_mean import compressed_mean, levels_of
 from jaxcomp.transforms.loss_scale import DynamicScale, LossScale, after_step, check_scale, fresh_scale, select
 from jaxcomp.transforms.meshes import (
     DATA,
-    Alone,
     exchange_on_mesh,
     find_mesh,
     find_specs,
@@ -47,8 +46,9 @@ from jaxcomp.transforms.meshes import (
     is_cut,
     not_explicit,
     same_on_mesh,
+    warn_if_alone,
+    warn_if_cut_otherwise,
     warn_of_lookups,
-    warn_of_others,
     warn_of_whole,
 )
 from jaxcomp.transforms.rows import WorkerGradients
@@ -88,7 +88,7 @@ class ValueAndGrad:
     wrt: Any
     param_specs: Any
     gradients: str
-    alone: Alone
+    axis_is_named: bool
 
     def init(self, params: Any) -> GradientState:
         """The state for these parameters, each worker's part on its own device.
@@ -146,10 +146,10 @@ class ValueAndGrad:
             mesh = self._mesh(trained, given.cut)
             if mesh is None:
                 out = _alone(self, what, call, trained, rest, given, state)
-                self.alone()
+                warn_if_alone("value_and_grad", self.axis, self.axis_is_named)
             else:
                 check_cut("value_and_grad", self.loss.batch, batch, named, call, mesh, axis_names(self.axis))
-                warn_of_others(state.specs, mesh, trained)
+                warn_if_cut_otherwise(state.specs, mesh, trained)
                 out = _on_mesh(self, what, call, mesh, trained, rest, given, state)
         (loss, aux, new, grads, *_), state = out
         _put_back(params, what, (batch, named), call, rest, new)
@@ -301,8 +301,8 @@ def value_and_grad(
     >>> print(value, grads)
     2.5 [ 0. -2.]
     """
-    alone = Alone("value_and_grad", axis_name)
-    axis_name = str(axis_name) if axis_name is DATA else axis_name
+    axis_is_named = axis_name is not DATA
+    axis_name = axis_name if axis_is_named else str(axis_name)
     levels = levels_of(algorithm, axis_name, weights, "value_and_grad")
     for each in levels.values():
         check_algorithm("value_and_grad", each)
@@ -338,7 +338,7 @@ def value_and_grad(
         return built(tuple(specs), structure)
 
     transform(None)  # says what else does not fit while it is built
-    return ValueAndGrad(how, transform, mesh, names_of(axis_name), wrt, param_specs, gradients, alone)
+    return ValueAndGrad(how, transform, mesh, names_of(axis_name), wrt, param_specs, gradients, axis_is_named)
 
 
 def worker_value_and_grad(

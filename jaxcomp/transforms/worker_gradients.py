@@ -20,7 +20,6 @@ between workers here; gradients stay as they are.
 
 import functools
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from jax import lax
 from jaxcomp.arrays import bounded, wide
 from jaxcomp.exchange.axes import Axis, axis_index, axis_names, axis_size, is_bound, varying, varying_axes
 from jaxcomp.exchange.collectives import sum_arrays
-from jaxcomp.transforms.arguments import Call, Given, Trained, is_key, weight_of
+from jaxcomp.transforms.arguments import Call, Given, Trained, is_key, names_whole_arrays, weight_of
 from jaxcomp.transforms.loss_scale import DynamicScale
 
 __all__ = [
@@ -458,16 +457,10 @@ def _differentiated(
 def _called(how: Loss, what: Trained, trained: Any, rest: list[Any], arguments: Any) -> Any:
     """The tree of parameters after one call of the loss, loss, auxiliary values, weight."""
     tree, (batch, named) = what.join(trained, rest), arguments
-    length, every, whole = _whole_beside(how, batch, named)
-    cure = f"batch={(*(range(len(batch)) if how.batch is None else how.batch), *whole)}"
-    if whole and length == 1 and how.batch is None:
-        warnings.warn(ONE.format(every, whole[0], cure, tuple(range(len(batch)))), stacklevel=2)
-    try:
+    here: _Calling | None = _calling.value  # pyright: ignore[reportAssignmentType]
+    pieces = how.micro_batches * (1 if here is None else axis_size(here.axes))
+    with names_whole_arrays(how.batch, batch, named, pieces):
         out, extra, weight = how.function(tree, *batch, **named), None, None
-    except (TypeError, ValueError) as error:
-        if whole and any(word in str(error).lower() for word in ("shape", "dimension", "broadcast")):
-            error.add_note(BESIDE.format(length, every, whole[0], cure))
-        raise
     if how.has_aux:
         out, extra = _pair(out, "with has_aux=True", "(loss, auxiliary values)")
     if how.weight is True:
@@ -487,31 +480,6 @@ def _called(how: Loss, what: Trained, trained: Any, rest: list[Any], arguments: 
             raise ValueError(f"value_and_grad: weight must be a number, say mask.sum(); got shape {weight.shape}")
         weight = lax.stop_gradient(weight.astype(wide(loss.dtype)))
     return tree, loss, extra, weight
-
-
-BESIDE = (
-    "The loss was called with {} of the {} examples of the batch, and with all of the argument {!r}, which is whole on "
-    "every worker. If it goes with the examples, say so: {}; in a shard_map or vmap of your own cut it as the batch is"
-)
-ONE = (
-    "value_and_grad: the loss is called with one of the {} examples of the batch, and with all of the argument {!r}, "
-    "which is as long, so that one would be spread over the other. If it goes with the examples, say {}, if not "
-    "batch={}"
-)
-
-
-def _whole_beside(how: Loss, batch: Sequence[Any], named: Mapping[str, Any]) -> tuple[int, int, tuple[Any, ...]]:
-    """Examples in this call of the loss and in the whole batch, and the arrays given whole that are as long as that."""
-    here: _Calling | None = _calling.value  # pyright: ignore[reportAssignmentType]
-    pieces = how.micro_batches * (1 if here is None else axis_size(here.axes))
-    given, chosen = {**dict(enumerate(batch)), **named}, range(len(batch)) if how.batch is None else how.batch
-    cut = {x.shape[:1] for name in chosen for x in jax.tree.leaves(given[name]) if isinstance(x, jax.Array)}
-    length = cut.pop()[:1] if len(cut) == 1 else ()
-    if pieces == 1 or not length:
-        return 0, 0, ()
-    every = length[0] * pieces
-    like_batch = lambda x: isinstance(x, jax.Array) and not is_key(x) and x.shape[:1] == (every,)
-    return length[0], every, tuple(name for name, x in given.items() if name not in chosen and like_batch(x))
 
 
 def _pair(out: Any, when: str, form: str) -> Any:

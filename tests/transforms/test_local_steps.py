@@ -103,14 +103,13 @@ def test_small_leaves_are_told_of_once(fragments):
         init(large)  # warnings are errors here
 
 
-def test_a_single_worker_that_named_an_axis_is_told_of_it_once():
+def test_a_single_worker_that_named_an_axis_is_told_of_it():
     for options, count in (({"axis_name": "data"}, 1), ({}, 0), ({"axis_name": None}, 0)):
         step = jc.local_steps(loss_of, INNER, optax.sgd(1.0), DENSE, every=2, **options)
         own, state = step.init(PARAMS)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            for length in (8, 4):
-                jax.eval_shape(lambda *args, step=step: step(*args), own, state, X[0][:length], Y[0][:length])
+            jax.eval_shape(lambda *args, step=step: step(*args), own, state, X[0], Y[0])
         assert [str(one.message)[:37] for one in told] == ["local_steps: there is a single worker"] * count
 
 

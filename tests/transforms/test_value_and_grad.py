@@ -88,14 +88,13 @@ def test_a_single_worker_needs_no_mesh():
 
 
 @pytest.mark.parametrize("axis", ["data", ("data",), {"data": DENSE}])
-def test_a_single_worker_that_named_an_axis_is_told_of_it_once(axis, monkeypatch):
+def test_a_single_worker_that_named_an_axis_is_told_of_it(axis, monkeypatch):
     grad_fn = jc.value_and_grad(loss_of, None if isinstance(axis, dict) else DENSE, axis_name=axis)
     state = grad_fn.init(PARAMS)
     step = lambda *args: jax.eval_shape(lambda *args: grad_fn(*args), *args)
     match = r"on one of 4 devices: axis_name=.*jax\.set_mesh\(mesh\), or give mesh="
     with pytest.warns(UserWarning, match=match) as told:
         step(PARAMS, state, *BATCH)
-    step(PARAMS, state, *jax.tree.map(lambda x: x[:8], BATCH))  # warnings are errors here
     assert len(told) == 1
     assert told[0].filename == __file__
     monkeypatch.setattr(jax, "device_count", lambda: 1)

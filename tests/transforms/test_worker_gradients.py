@@ -422,7 +422,7 @@ def test_a_mask_beside_a_single_example_is_spread_over_nothing():
     x, y, m = (each[:N] for each in BATCH)
     grad_fn = jc.value_and_grad(loss, DENSE, mesh)
     state = grad_fn.init(PARAMS)
-    match = r"one of the 4 examples .* argument 'm', .* say batch=\(0, 1, 'm'\), if not batch=\(0, 1\)"
+    match = r"one of the 4 examples .* argument 'm', .* say batch=\(0, 1, 'm'\); if it does not, batch=\(0, 1\)"
     with pytest.warns(UserWarning, match=match):
         jax.eval_shape(grad_fn, PARAMS, state, x, y, m=m)
     for said in ((0, 1), (0, 1, "m")):  # warnings are errors here
