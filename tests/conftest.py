@@ -22,7 +22,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 import jax
 import pytest
-from variants import BETWEEN_WORKERS, LONG, sampled
+from variants import ABSENT, BETWEEN_WORKERS, LONG, absent, sampled
 
 # Programs that a test starts compile the same steps again and again, and tests the same single operations: they share
 # them, for as long as the tests run. Processes of pytest-xdist read it in the environment, too.
@@ -105,7 +105,9 @@ def key(seed):
     return jax.random.key(seed)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    parts = config.getoption("lf", False) or any("::" in argument for argument in config.args)
+    config.stash[ABSENT] = [] if parts else absent(items)
     for item in items:
         row = getattr(item, "callspec", None) and item.callspec.params.get("row")
         if row is not None:

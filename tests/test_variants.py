@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
-from variants import LONG
+from laws import ROWS
+from variants import ABSENT, BETWEEN_WORKERS, LONG, absent
 
 CONFTEST = """
 import pytest
@@ -81,3 +83,14 @@ def test_what_is_left_to_the_whole_suite_is_still_there():
         path, _, name = test.partition("::")
         text = (Path(__file__).parents[1] / path).read_text()
         assert f"def {name.partition('[')[0]}(" in text, test
+
+
+def test_what_is_named_is_collected(request):
+    """Of this run, where files were collected whole; a name that no test has any more would say nothing."""
+    assert request.config.stash[ABSENT] == []
+    assert {row.name for row in ROWS} >= BETWEEN_WORKERS
+    items = [SimpleNamespace(nodeid=name) for name in ("a.py::test_a[1]", "a.py::test_b", "b.py::test_a[3]")]
+    assert absent(items, ["a.py::test_a[1]", "a.py::test_a[2]", "a.py::test_c", "c.py::test_a"]) == [
+        "a.py::test_a[2]",
+        "a.py::test_c",
+    ]

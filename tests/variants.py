@@ -25,6 +25,14 @@ BETWEEN_WORKERS = {
 
 # Tests that take longest, beside a variant of the same test that `make test` runs, or a shorter test of the same thing.
 LONG = frozenset((Path(__file__).parent / "long.txt").read_text().splitlines())
+ABSENT = pytest.StashKey[list[str]]()  # ids of LONG that are no longer those of tests, of files that were collected
+
+
+def absent(items: Iterable[Any], names: Iterable[str] = LONG) -> list[str]:
+    """Which of these ids no test has, of the files that these items are all tests of."""
+    found = {item.nodeid for item in items}
+    files = {name.partition("::")[0] for name in found}
+    return sorted(name for name in names if name not in found and name.partition("::")[0] in files)
 
 
 def variants(names: Iterable, kept: Container) -> list:
