@@ -71,6 +71,13 @@ def test_passes(dtype, seed):
     np.testing.assert_allclose(squares, np.square(np.maximum(a - 0.7, 0)).sum() / 16, rtol=1e-5)
 
 
+@jax.jit
+def run_top_set(x, threshold, least, most):
+    """How many are selected of 1000, and which."""
+    words = top_set(x, threshold, least, most)
+    return count_words(words), indices_of_words(words, 1000, 1000)[0]
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("most", [1, 10, 100, 999])
 @pytest.mark.parametrize("threshold", [0.0, 0.5, 100.0, -1.0, np.nan])
@@ -78,11 +85,10 @@ def test_top_set_always_selects_the_largest(most, threshold, seed):
     x = np.random.default_rng(seed).standard_normal(1000).astype(np.float32)
     a = np.abs(x)
     for least in {1, max(1, most // 2), most}:
-        words = jax.jit(top_set)(x, jnp.float32(threshold), least, most)
-        count = int(count_words(words))
+        counted, indices = run_top_set(x, jnp.float32(threshold), least, most)
+        count = int(counted)
         above = (a > max(np.nan_to_num(threshold), 0)).sum()
         assert count == above if 1 <= above <= most else least <= count <= most
-        indices, _ = indices_of_words(words, 1000, 1000)
         np.testing.assert_array_equal(np.sort(indices)[:count], np.sort(np.argsort(-a)[:count]))
 
 
@@ -99,9 +105,9 @@ def test_top_set_with_ties():
 
 
 def test_top_set_of_zeros_and_of_garbage():
-    assert int(count_words(top_set(jnp.zeros(40), jnp.float32(0), 3, 3))) == 0
-    words = top_set(jnp.array([np.nan, np.inf, 1.0, -np.inf]), jnp.float32(0), 1, 1)
-    np.testing.assert_array_equal(indices_of_words(words, 1, 4)[0], [2])
+    found = jax.jit(lambda x: indices_of_words(top_set(x, jnp.float32(0), 1, 1), 1, 4)[0])
+    assert int(jax.jit(lambda x: count_words(top_set(x, jnp.float32(0), 3, 3)))(jnp.zeros(40))) == 0
+    np.testing.assert_array_equal(found(jnp.array([np.nan, np.inf, 1.0, -np.inf])), [2])
 
 
 KINDS = {
@@ -218,9 +224,9 @@ def test_local_indices_are_the_oracle_and_come_back(d, seed):
 def test_local_indices_of_a_dense_block():
     """All 65536 entries of a block, the largest count there is."""
     indices = jnp.arange(65536 + 3, dtype=jnp.int32)
-    local = local_indices(indices, 70_000)
+    local = jax.jit(local_indices, static_argnums=1)(indices, 70_000)
     np.testing.assert_array_equal(local.counts, [65536, 3])
-    np.testing.assert_array_equal(global_indices(local, 70_000), indices)
+    np.testing.assert_array_equal(jax.jit(global_indices, static_argnums=1)(local, 70_000), indices)
 
 
 def test_take_pads_with_zero_and_drops_garbage():

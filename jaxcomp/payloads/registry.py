@@ -266,7 +266,7 @@ def encode_message(payload: Any) -> Coded:
     What no code can hold (indices that do not ascend, padding that is not zero) is reported, not coded.
 
     >>> from jaxcomp.payloads import Sparse
-    >>> message = encode_message(Sparse(jnp.array([1.0, 2.0, 0.0]), jnp.array([4, 5, 9])))
+    >>> message = jax.jit(encode_message)(Sparse(jnp.array([1.0, 2.0, 0.0]), jnp.array([4, 5, 9])))
     >>> print(message.used, message.words.size)
     5 9
     """

@@ -66,7 +66,7 @@ def test_long_vectors_are_rotated_in_tiles(key, seed):
     deviations = np.concatenate(rotation.deviations(x, rotation.forward_in_pieces(x, key)))
     np.testing.assert_allclose(np.sqrt(np.mean(np.square(np.asarray(y[:block])))), deviations[0], rtol=1e-5)
     assert rotation.shapes == [(131, 1024), (1, 904), (1, 1024)]
-    assert len({float(y[i] ** 2) for i in range(100)}) == 100
+    assert len({float(entry**2) for entry in np.asarray(y[:100])}) == 100
 
 
 # ------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def test_a_route_that_is_added_to_the_table_is_weighed(monkeypatch):
     assert fastest(lengths, 7000) == "free"
     tx = jc.compressed_mean(jc.direct(jc.dagc([1, 2, 3, 4], 0.1)), "data")
     update = lambda g: tx.update(g, tx.init(g))[1].local.counts.route
-    number = jax.vmap(update, axis_name="data")(jnp.ones((4, 3000)))
+    number = jax.jit(jax.vmap(update, axis_name="data"))(jnp.ones((4, 3000)))
     assert route.NAMES[int(number[0, 0])] == "free"
 
 

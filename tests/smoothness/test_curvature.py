@@ -34,14 +34,14 @@ def flat_of(tree):
 
 def test_hutchinson_is_the_diagonal_of_the_hessian(key):
     vector, unravel = jax.flatten_util.ravel_pytree(PARAMS)
-    exact = np.diag(jax.hessian(lambda v: loss(unravel(v)))(vector))
+    exact = np.diag(jax.jit(jax.hessian(lambda v: loss(unravel(v))))(vector))
     got = flat_of(jax.jit(lambda k: jc.smoothness.hutchinson_diagonal(loss, PARAMS, k, samples=4000))(key))
     np.testing.assert_allclose(got, exact, atol=0.05 * np.abs(exact).max())
 
 
 def test_ggn_is_the_diagonal_of_gauss_newton(key):
     vector, unravel = jax.flatten_util.ravel_pytree(PARAMS)
-    jacobian = np.asarray(jax.jacobian(lambda v: logits(unravel(v)))(vector), np.float64)  # [rows, classes, d]
+    jacobian = np.asarray(jax.jit(jax.jacobian(lambda v: logits(unravel(v))))(vector), np.float64)  # [rows, classes, d]
     p = np.asarray(jax.nn.softmax(logits(PARAMS)), np.float64)
     inner = np.stack([np.diag(row) - np.outer(row, row) for row in p])
     exact = np.einsum("rkd,rkl,rld->d", jacobian, inner, jacobian) / len(X)
