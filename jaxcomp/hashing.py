@@ -11,6 +11,8 @@ bytes and halves of words by chi-square, correlations with neighbours, with othe
 workers, pairs on a grid, all at a false-alarm rate of 1e-6.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -34,7 +36,11 @@ Array = jax.Array
 U32 = jnp.uint32
 GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio, odd
 
+# Traced once for each shape, not at every call: hashes are many small operations. Programs are the same without it.
+once = functools.partial(jax.jit, inline=True)
 
+
+@once
 def fmix32(h: Array) -> Array:
     """Mixes each uint32 word so that every input bit changes every output bit with chance 1/2.
 
@@ -134,6 +140,7 @@ def _place(shape: tuple[int, ...]) -> Array:
     return total
 
 
+@functools.partial(once, static_argnums=1)
 def scale_to(h: Array, size: int) -> Array:
     """Maps uint32 words to 0 .. size-1 by multiply-high, floor(h * size / 2^32); size <= 2^16."""
     high, low = h >> U32(16), h & U32(0xFFFF)
@@ -152,6 +159,7 @@ def multiply_high(h: Array, size: Array) -> Array:
     return a * c + ((a * e) >> U32(16)) + ((b * c) >> U32(16)) + (middle >> U32(16))
 
 
+@functools.partial(once, static_argnums=(1, 2))
 def random_subset(key: Array, size: int, k: int) -> Array:
     """k distinct indices of 0 .. size-1, in random order, in O(k) time and memory.
 
