@@ -42,6 +42,7 @@ __all__ = [
     "fast_if",
     "fold",
     "fold_in_one_pass",
+    "fold_in_rows",
     "form",
     "in_parts",
     "in_place",
@@ -386,9 +387,25 @@ def cut_apart(vector: "Array | SparseSum", sizes: Sequence[int]) -> list[Array]:
     if platform() == "gpu":
         return backend_gpu.cut_apart(vector, sizes)
     starts = zip(backend_cpu.starts_of(sizes), sizes, strict=True)
+    if platform() == "tpu" and vector.ndim == 2 and vector.shape[1] % lanes() == 0:
+        rows = materialized(_in_rows(vector))
+        return [_columns(rows, start, start + size) for start, size in starts]
     pieces = [lax.slice_in_dim(vector, start, start + size, axis=-1) for start, size in starts]
     # A TPU would lay a long vector out in rows of each length that leaves have, and take them from there.
     return materialized(pieces) if platform() == "tpu" and vector.ndim == 1 and vector.size >= LONG else pieces
+
+
+def _columns(rows: Array, start: int, end: int) -> Array:
+    """Columns of [n, m], out of its rows of lanes: a TPU would lay out all of the n side by side for it."""
+    first, last = start // lanes(), -(-end // lanes())
+    part = rows[:, first:last].reshape(len(rows), -1)
+    return part[:, start - first * lanes() : end - first * lanes()]
+
+
+def _in_rows(messages: Array) -> Array:
+    """[n, ...] as [n, m, lanes], where each of the n is a run of memory; as it is where it does not fill the rows."""
+    size = math.prod(messages.shape[1:])
+    return messages.reshape(len(messages), size // lanes(), lanes()) if size % lanes() == 0 else messages
 
 
 def is_apart(size: int, sizes: Sequence[int]) -> bool:
@@ -414,6 +431,19 @@ def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Seque
 
 OPERANDS = 40  # leaves that one loop reads at most: XLA for GPUs splits some loops over 48, into an array of their own
 MOST_OPERANDS = 60  # and every loop over more than about 64
+
+
+def _added_by_leaf(one: Callable[..., Array], memory: Array, pieces: Pieces, *others: Array) -> Array:
+    """Each leaf to its part of the memory, in its place. Where a part begins XLA does not know: so leaves of one shape
+    are one kernel to compile for a TPU, which would join leaves by a kernel for each, and then add the whole.
+    """
+    after, leaves = materialized(memory.reshape(-1)), [leaf for leaf in pieces.leaves if leaf.size]
+    starts = materialized(jnp.asarray(backend_cpu.starts_of([leaf.size for leaf in leaves]), jnp.int32))
+    for start, leaf in zip(starts, leaves, strict=True):
+        part, *rest = (lax.dynamic_slice_in_dim(x.reshape(-1), start, leaf.size) for x in (after, *others))
+        now = one(part, leaf.reshape(-1).astype(memory.dtype), *rest)
+        after = lax.dynamic_update_slice_in_dim(after, now, start, 0)
+    return after.reshape(memory.shape)
 
 
 def _added_in_parts(one: Callable[..., Array], memory: Array, pieces: Pieces, *others: Array) -> Array:
@@ -444,7 +474,8 @@ def accumulated(one: Callable[..., Array], memory: Tree, grads: Tree, *others: T
             if _on_cpu(e) and 0 < e.size < 2**31:
                 return backend_cpu.piece_by_piece(one, e, g, *others)
             if len(g.leaves) > {"cpu": math.inf, "gpu": OPERANDS}.get(platform(), 1):
-                return materialized(_added_in_parts(one, e, g, *others))
+                by_leaf = platform() == "tpu" and e.size < 2**31  # which its numbers can tell
+                return materialized((_added_by_leaf if by_leaf else _added_in_parts)(one, e, g, *others))
             g = joined(g, e)
         return in_place(one, e, g, *others, with_readers=True)
 
@@ -516,6 +547,22 @@ def fold_in_one_pass(
         return add_all(total, messages)
     # Each user of the total would else decode all messages for itself.
     return backend_cpu.added_once(add_all, total, messages)
+
+
+ON_CHIP = 2**24  # entries of f32 that the memory on the chip of a TPU holds twice
+
+
+def fold_in_rows(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree) -> Tree:
+    """`fold` for TPUs of codes whose words fill rows of lanes: each message is then a run of memory, and one loop adds
+    them all, where a pass for each is a kernel of its own to compile and a total of its own to hold.
+    """
+    shapes = jax.tree.map(lambda a: a.shape[1:], messages)
+    if is_shapes(total) and max(leaf.size for leaf in jax.tree.leaves(total)) <= ON_CHIP:
+        # Or the zeros of all leaves are there before any message is. Those of a longer vector would be a pass.
+        zero, _ = materialized((jnp.zeros(()), messages))
+        total = jax.tree.map(lambda leaf: jnp.full(leaf.shape, zero.astype(leaf.dtype)), total)
+    each = lambda total, message: add(total, jax.tree.map(jnp.reshape, message, shapes))
+    return fold(each, total, jax.tree.map(_in_rows, messages))
 
 
 def _summed(add: Callable[[Tree, Tree], Tree], like: Tree, messages: Tree) -> Tree:

@@ -212,6 +212,11 @@ class Lanes(NamedTuple):
     size: int
 
     @property
+    def fills_rows(self) -> bool:
+        """Whether the words of 1024 entries are whole rows of lanes, so that words can be cut between them."""
+        return self.width * TILE % lanes() == 0
+
+    @property
     def whole(self) -> tuple[int]:
         """Shape of all entries."""
         return (self.size,)

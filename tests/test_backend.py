@@ -41,6 +41,8 @@ HOW = {
     "eager": lambda f: f,
     "jit": jax.jit,
     "donated": functools.partial(jax.jit, donate_argnums=0),
+    "for GPUs": lambda f: functools.partial(made_for, "gpu", f),
+    "for TPUs": lambda f: functools.partial(made_for, "tpu", f),
 }
 
 
@@ -401,3 +403,26 @@ def test_running_sums_for_tpus_are_those_of_numpy(shape, seed):
         np.testing.assert_array_equal(
             made(lambda x: running(jnp.maximum, x), jnp.asarray(x)), np.maximum.accumulate(x, -1)
         )
+
+
+@pytest.mark.parametrize("compressor", [jc.dithering(7), jc.block_scaled("int8"), jc.block_scaled("int4")])
+@pytest.mark.parametrize("on_chip", [0, 2**24])
+def test_messages_that_a_tpu_adds_in_a_loop_are_those_of_a_cpu(compressor, on_chip, seed, monkeypatch):
+    """Bit for bit, of a total that is there, of zeros before the messages, and of zeros after them."""
+    monkeypatch.setattr(backend, "ON_CHIP", on_chip)
+    rows, like = drawn(seed, [(WORKERS, 4096)])[0], jax.ShapeDtypeStruct((4096,), jnp.float32)
+
+    def run(rows):
+        keys = jax.random.split(jax.random.key(seed), WORKERS)
+        payloads = jax.vmap(lambda key, x: compressor.compress(key, x, State())[0])(keys, rows)
+        of = lambda total: accumulate(compressor, total, payloads, None, ())
+        return of(like), of(rows[0])
+
+    jax.tree.map(np.testing.assert_array_equal, made_for("tpu", run, rows), jax.jit(run)(rows))
+
+
+@pytest.mark.parametrize("sizes", [[256, 128, 384], [3, 128, 253, 0, 300], [700]])
+def test_columns_that_a_tpu_cuts_out_of_rows_of_lanes(sizes, seed):
+    rows = np.random.default_rng(seed).normal(size=(3, 768)).astype(np.float32)
+    cut = made_for("tpu", lambda rows: cut_apart(rows, sizes), jnp.asarray(rows))
+    jax.tree.map(np.testing.assert_array_equal, cut, np.split(rows, np.cumsum(sizes), axis=1)[: len(sizes)])

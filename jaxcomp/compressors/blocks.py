@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.arrays import key_data, reshaped, weighted
-from jaxcomp.backend import computed_once, fold_in_one_pass, of_short_rows, to_short_rows
+from jaxcomp.backend import computed_once, fold_in_one_pass, fold_in_rows, of_short_rows, to_short_rows
 from jaxcomp.checks import is_integer
 from jaxcomp.hashing import random_uniform
 from jaxcomp.norms import block_norms
 from jaxcomp.packing import Lanes, Places, pack, places_of, unpack
 
-__all__ = ["BLOCK_SIZE", "Blocks", "add_worth", "blocks_of", "coded", "worth"]
+__all__ = ["BLOCK_SIZE", "Blocks", "add_worth", "added", "blocks_of", "coded", "worth"]
 
 Array = jax.Array
 BLOCK_SIZE = 512  # entries, where nothing is said
@@ -149,5 +149,12 @@ def add_worth(
         each = cut.spread(each) if places is None else places.spread(places.of_blocks(cut)(each))
         return total + weighted(value(codes, each).astype(total.dtype), weight)
 
-    singly, messages = isinstance(places, Lanes), (words, each, weights)
-    return fold_in_one_pass(add, reshaped(total, shape), messages, least=1, one_at_a_time=singly).reshape(-1)
+    return added(places, add, reshaped(total, shape), (words, each, weights)).reshape(-1)
+
+
+def added(places: Places | Lanes | None, add: Callable[[Any, Any], Any], total: Any, messages: Any) -> Any:
+    """`fold` of messages whose codes stand in places, as the backend does it best."""
+    in_lanes = isinstance(places, Lanes)
+    if in_lanes and places.fills_rows:
+        return fold_in_rows(add, total, messages)
+    return fold_in_one_pass(add, total, messages, least=1, one_at_a_time=in_lanes)

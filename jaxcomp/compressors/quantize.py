@@ -11,10 +11,10 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.arrays import bounded, finite, key_data, one_row, reshaped, row_of, weighted, wide
-from jaxcomp.backend import add_each, computed_once, fold_in_one_pass
+from jaxcomp.backend import add_each, computed_once
 from jaxcomp.base import MOST, Compressor, Spec, State, on_vectors
 from jaxcomp.checks import check_like, contraction, is_whole
-from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
+from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, added, blocks_of
 from jaxcomp.factories import factory
 from jaxcomp.floats import rounded_to
 from jaxcomp.groups import ALONE, FIXED, Layout
@@ -325,7 +325,7 @@ def _dithering(
 
         units_of = lambda norms: steps.unit(shared, cut, norms, outside)
         messages = payloads.words, jax.vmap(units_of)(payloads.norms.astype(jnp.float32)), weights
-        return fold_in_one_pass(add, reshaped(total, places.whole), messages, least=1, one_at_a_time=whole).reshape(-1)
+        return added(places, add, reshaped(total, places.whole), messages).reshape(-1)
 
     return on_vectors(
         init=init,

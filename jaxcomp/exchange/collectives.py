@@ -128,6 +128,8 @@ def word_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
                 others.append(group)
         for group in (*filter(None, [merged]), *others):
             word = min(widths[i] for i in group)
+            if platform() == "tpu":  # what fills its rows first, so that most begin with a row
+                group = sorted(group, key=lambda i: held[i] // word % TPU_LANES != 0)
             sizes = tuple(held[i] // word for i in group)
             lanes.append(Lane(tuple(group), sizes, jnp.dtype(f"uint{8 * word}"), bucket))
     return _in_order(lanes)
@@ -238,6 +240,9 @@ def gathered(
         if arrived[first] is not None:
             continue
         words = _pack(lane, leaves)
+        rest = gathered_size(words.size, words.dtype.itemsize) - words.size
+        if rest and devices == 1:  # which would cross all the same; so what arrives is cut out of whole rows
+            words = jnp.pad(words, (0, rest))
         if lane.size:
             words = words if buckets is None else _after(words, before)
             before = rows = _shared_out(words, replicas, functools.partial(gather, axis=axis))
@@ -459,7 +464,10 @@ def gather(x: Array, axis: Axis) -> Array:
         rows = lax.all_gather(x, axis, to="invarying")
     else:
         rows = lax.all_gather(x, axis)
-    rows = rows if x.shape[:-1] == lead else rows.reshape(-1, *lead, whole)
+    if x.shape[:-1] != lead:
+        if size % TPU_LANES == 0:
+            return rows[..., : size // TPU_LANES, :].reshape(-1, *lead, size)
+        rows = rows.reshape(-1, *lead, whole)
     return rows[..., :size]
 
 
