@@ -69,7 +69,8 @@ class Row(NamedTuple):
     sent_bytes: bytes a device sends, all repetitions included; the mean over the devices. Between slices the padding is
         sent, too. Of what is unknown: as many as it contributes with its padding, which may be more or fewer.
     times: repetitions by enclosing loops; None if the compiler does not know (counted once).
-    branch: which arm of a conditional, "" outside of any. Only one arm of each runs.
+    branch: which arm of a conditional, "" outside of any. Only one arm of each runs. A loop of at most one turn
+        is an arm, too.
     counted: whether it is part of the total; not in an arm of a conditional that a dearer arm outweighs.
     groups: numbers of the devices that take part together; for collective-permute, its pairs; none where unknown.
     physical_bytes: operand_bytes with the padding of its layout: on TPUs the last two dimensions fill whole tiles, of
@@ -171,10 +172,12 @@ class Module:
                 rows += more
                 total += sum(row.sent_bytes for row in more)
             elif op == "while":
-                trips = self.trips(instruction, computation)
+                trips, inside = self.trips(instruction, computation), branch
+                if trips is None and self.is_condition(instruction):
+                    trips, inside = 1, f"{branch}/{instruction.name}[1]".lstrip("/")
                 inner = None if trips is None or times is None else times * trips
                 names = called(attributes, "condition") + called(attributes, "body")
-                parts = [self.walk(name, inner, branch) for name in names]
+                parts = [self.walk(name, inner, inside) for name in names]
                 more, sent = [row for rows, _ in parts for row in rows], sum(sent for _, sent in parts)
                 rows += more
                 total += sent
@@ -224,6 +227,15 @@ class Module:
         if len(parts) != 2 or len(by) != 1 or not by[0] or by[0] < 0 or start is None:
             return None
         return max(0, -(-(stop - start) // by[0]))
+
+    def is_condition(self, loop: Instruction) -> bool:
+        """Whether a loop has at most one turn: a truth value that its body replaces by false is its condition."""
+        (condition, *_), (body, *_) = (called(loop.attributes, name) or [""] for name in ("condition", "body"))
+        test = self.last(condition)
+        place = self.entry_of_tuple(test.name, condition) if test is not None else None
+        after = self.at("", place, body) if self.last(body) is not None else ""
+        found = self.behind_copies(after, body) if after else None
+        return found is not None and found.op == "constant" and found.operands.strip() == "false"
 
     def last(self, computation: str) -> Instruction | None:
         """The result of a computation, which stands last."""

@@ -320,6 +320,20 @@ def test_a_total_with_a_loop_of_unknown_length_says_at_least():
     assert "at least" not in str(known)
 
 
+def test_a_loop_of_at_most_one_turn_is_an_arm_of_a_conditional():
+    """As `backend.either` has it on GPUs."""
+
+    def step(x):
+        now = lax.psum(x[0, 0], AXIS) > 0
+        turn = lambda c: (c[0] & False, lax.pcast(lax.psum(c[1], AXIS), AXIS, to="varying"))
+        return lax.while_loop(lambda c: c[0], turn, (now, x))[1]
+
+    book = jc.ledger(mapped(step, out_specs=P(AXIS)), X)
+    assert sorted((row.times, row.branch[-3:]) for row in book.rows) == [(1, ""), (1, "[1]")]
+    assert book.total_bytes == 6 + 6000
+    assert not book.is_bound
+
+
 COUNTED = """HloModule m, num_partitions=4, is_scheduled=true
 
 %cond (p: (s32[], f32[10])) -> pred[] {{

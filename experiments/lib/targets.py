@@ -30,7 +30,7 @@ import jaxcomp as jc
 from experiments.lib.cli import UserError
 from experiments.lib.errors import shortened
 
-__all__ = ["H100", "Program", "compiled", "described", "lacks", "mesh_on", "shapes_on", "state_on"]
+__all__ = ["H100", "Program", "compiled", "described", "donating", "lacks", "mesh_on", "shapes_on", "state_on"]
 
 # Properties of an H100 SXM5 (NVIDIA's data sheet and CUDA's device query), in the form in which XLA takes a target.
 H100 = """

@@ -2,19 +2,17 @@
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxcomp.exchange.axes import varying
 from jaxcomp.exchange.state import NO_COUNTS, MeanState
 
-__all__ = ["Timetable", "cut", "either", "fragments_of", "idle", "replaced"]
+__all__ = ["Timetable", "cut", "fragments_of", "idle", "replaced"]
 
 
 class Timetable(NamedTuple):
@@ -91,11 +89,6 @@ def replaced(tree: Any, numbers: tuple[int, ...], part: Any) -> Any:
     for i, leaf in zip(numbers, jax.tree.leaves(part), strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(structure, leaves)
-
-
-def either(now: Any, yes: Callable[[Any], Any], no: Callable[[Any], Any], operand: Any) -> Any:
-    """`lax.cond`, and the function itself where it is known which."""
-    return (yes if now else no)(operand) if isinstance(now, bool) else lax.cond(now, yes, no, operand)
 
 
 def idle(state: MeanState) -> MeanState:

@@ -16,7 +16,8 @@ parameters. With fragments, delay and mixing it is its streaming form (Douillard
 
 Each fragment has a mean of its own: the road of `compressed_mean`, with its algorithms, routes, hierarchies and shards.
 With periods for its moments it is DES-LOC (Iacob et al. 2025).
-The steps in between run no collective: it stands inside a `lax.cond` on the count of steps, equal on all workers.
+The steps in between run no collective: it stands inside a `lax.cond` on the count of steps, equal on all workers, or on
+GPUs inside a loop of at most one turn (`backend.either`).
 """
 
 import contextlib
@@ -32,6 +33,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jaxcomp.arrays import constants, root_key, wide, wide_like, zeros_like
+from jaxcomp.backend import either, not_before
 from jaxcomp.base import Algorithm, check_algorithm
 from jaxcomp.checks import is_integer
 from jaxcomp.exchange.axes import Axis, Placement, axis_names, axis_size, is_bound, known_equal, varying
@@ -44,7 +46,7 @@ from jaxcomp.floats import rounded_to, stored
 from jaxcomp.groups import Buckets, warn_if_dense, without_dense_warning
 from jaxcomp.state.moments import LocalMomentsState, places_of
 from jaxcomp.transforms.compressed_mean import MISSING, levels_of, means_over
-from jaxcomp.transforms.fragments import Timetable, cut, either, fragments_of, idle, replaced
+from jaxcomp.transforms.fragments import Timetable, cut, fragments_of, idle, replaced
 from jaxcomp.transforms.moments import Moments, check_moments, numbers_of
 from jaxcomp.transforms.worker_gradients import not_zero, share_of_worker, times
 
@@ -349,20 +351,18 @@ class _LocalUpdates(NamedTuple):
         grads, groups = self.groups.update(grads, state.groups, params)
         updates, inner = self.inner.update(grads, own.inner, params, **extra)
         updates = varying(updates, self.place.workers)
-        after = applied(params, updates)
         point, outer, means, pending = state.point, [], [], []
         for p, numbers in enumerate(fragments_of(params, self.times.fragments)):
             part = lambda tree: cut(tree, numbers)  # noqa: B023
             before = _Fragment(part(point), state.outer[p], state.means[p], part(updates))
             mine = (waiting or since)[p] if since else None
-            here = _Here(
-                self.mean(p, numbers), part(params), part(after), own.pending[p] if own.pending else None, mine
-            )
+            here = _Here(part(params), own.pending[p] if own.pending else None, mine)
             merges = taken = self.times.merges(p, now)
-            new = either(merges, self._merged(here), self._left, before)
-            if own.pending:
-                taken = self.times.takes(p, now)
-                pending.append(self._taken(here, before.point, taken))
+            new = either(merges, self._merged(self.mean(p, numbers)), self._left, before, here)
+            if own.pending:  # not taken where it is merged, so that point and updates are those before
+                taken, reached = self.times.takes(p, now), (new.point, here.params, new.updates)
+                pending.append(either(taken, _taken, lambda old: old, here.pending, *reached))
+                new = new._replace(updates=not_before(pending[-1], new.updates))
             if waiting:
                 waiting[p] = jnp.where(taken, since[p], waiting[p])
             if since:
@@ -382,27 +382,26 @@ class _LocalUpdates(NamedTuple):
         kept = own_off_device(Own(inner, tuple(pending), counts), self.place, ROLES)
         return updates, type(state)(count, point, tuple(outer), groups, tuple(means), kept, *moments)
 
-    def _taken(self, here: "_Here", point: Any, now: Any) -> Any:
-        """The difference that is on its way: a new one, if it is taken now."""
-        return either(now, lambda old: difference_of(point, here.after), lambda old: old, here.pending)
-
-    def _merged(self, here: "_Here") -> Callable[["_Fragment"], "_Fragment"]:
+    def _merged(self, mean: Any) -> Callable[["_Fragment", "_Here"], "_Fragment"]:
         """The exchange of a fragment and what comes of it."""
 
-        def difference(before: _Fragment) -> Any:
+        def difference(before: _Fragment, here: _Here) -> Any:
             if here.pending is not None:
                 return here.pending
             # Without a step in between, the difference is the inner update itself, before it was rounded.
-            return negative_of(before.updates, before.point) if self.exact else difference_of(before.point, here.after)
+            if self.exact:
+                return negative_of(before.updates, before.point)
+            return difference_of(before.point, applied(here.params, before.updates))
 
-        def run(before: _Fragment) -> _Fragment:
-            direction, state = here.mean.update(self._weighed(difference(before), here.weight), before.mean)
+        def run(before: _Fragment, here: _Here) -> _Fragment:
+            direction, state = mean.update(self._weighed(difference(before, here), here.weight), before.mean)
             step, outer = self.outer.update(direction, before.outer, before.point)
             point = optax.apply_updates(before.point, step)
             if self.exact:
                 updates = following(step, here.params, point)
             else:
-                target = jax.tree.map(lambda theta, p: mixed(theta, p, self.mixing), point, here.after)
+                after = applied(here.params, before.updates)
+                target = jax.tree.map(lambda theta, p: mixed(theta, p, self.mixing), point, after)
                 updates = jax.tree.map(towards, here.params, target)
             return _Fragment(point, outer, state, varying(updates, self.place.workers))
 
@@ -477,14 +476,17 @@ class _Fragment(NamedTuple):
 
 
 class _Here(NamedTuple):
-    """Everything known of a fragment at this worker: its mean, parameters before and after the inner step, the
-    difference on its way, None without delay, and what the one that is merged counts, None where all count alike."""
+    """A worker's parameters before the inner step, its difference on its way (None without delay), and what the one
+    that is merged counts (None where all count alike)."""
 
-    mean: Any
     params: Any
-    after: Any
     pending: Any
     weight: Any
+
+
+def _taken(old: Any, point: Any, params: Any, updates: Any) -> Any:
+    """The difference of a worker after its inner step, in the place of the last one."""
+    return difference_of(point, applied(params, updates))
 
 
 def difference_of(point: Any, mine: Any) -> Any:

@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomp.arrays import bounded, finite, wide_like
+from jaxcomp.backend import either
 from jaxcomp.checks import is_integer
 from jaxcomp.exchange.axes import Axis, varying
 from jaxcomp.exchange.state import is_mean
 from jaxcomp.floats import rounded_to
 from jaxcomp.state.moments import SQUARES, Moment, Places, moment_of, own_where_zero, places_of, replaced_by
-from jaxcomp.transforms.fragments import either, idle
+from jaxcomp.transforms.fragments import idle
 
 __all__ = ["Moments", "away_from", "check_moments", "moved", "numbers_of", "taken_over"]
 

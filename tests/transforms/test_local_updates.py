@@ -15,6 +15,8 @@ from variants import variants
 from worlds import fsum
 
 import jaxcomp as jc
+from jaxcomp import backend
+from jaxcomp.exchange import collectives
 from jaxcomp.transforms.fragments import Timetable, cut, fragments_of
 from jaxcomp.transforms.local_updates import towards
 
@@ -131,6 +133,55 @@ def test_a_step_that_says_its_number_needs_no_conditional(delay, seed):
     for wrong in (0, 2.0, True, jnp.int32(3)):
         with pytest.raises(ValueError, match=r"at must be the number of this step, an integer of at least 1"):
             update(wrong)
+
+
+IN_LOOPS = {
+    "plain": {},
+    "every step": {"every": 1},
+    "streaming": {"fragments": 2, "delay": 1, "mixing": 0.5},
+    "moments": {"moments": {"mu": 2, "nu": 4}},
+}
+
+
+@pytest.mark.parametrize("mapped", ["vmap", "shard_map"])
+@pytest.mark.parametrize("case", IN_LOOPS)
+def test_the_loops_of_gpus_give_what_conditionals_do_to_the_bit(case, mapped, seed, monkeypatch):
+    """Also where a gradient is not finite; typed by `shard_map`, with parameters and states that are donated."""
+    options = {"every": 3} | IN_LOOPS[case]
+    grads = random_gradients(seed, 7)
+    grads["b"] = grads["b"].at[1, 2, 3].set(jnp.nan)
+    mesh, found = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,)), []
+    only_if, loops = backend.only_if, []  # of int4 nothing else is one
+    monkeypatch.setattr(backend, "only_if", lambda *args: loops.append(form) or only_if(*args))
+    for form in ("cpu", "gpu"):
+        for module in (backend, collectives):
+            monkeypatch.setattr(module, "platform", lambda mesh=None, form=form: form)
+        algorithm, outer = jc.error_feedback(jc.block_scaled("int4")), optax.sgd(0.7, momentum=0.9)
+        tx = jc.local_updates(optax.adamw(0.1), outer, algorithm, "data", **options)
+        state, specs = jc.init_state(tx, PARAMS, 4 if mapped == "vmap" else mesh, "data")
+
+        def step(own, state, grads, tx=tx):
+            updates, state = tx.update(grads, state, own)
+            return optax.apply_updates(own, updates), state
+
+        def at_one(own, state, grads, step=step):
+            own, grads = (jax.tree.map(lambda x: x[0], tree) for tree in (own, grads))
+            own, state = step(own, state, grads)
+            return jax.tree.map(lambda x: x[None], own), state
+
+        if mapped == "vmap":
+            run = jax.vmap(step, (0, specs, 0), (0, specs), "data")
+        else:
+            run = jax.shard_map(at_one, mesh=mesh, in_specs=(P("data"), specs, P("data")), out_specs=(P("data"), specs))
+        run, own = jax.jit(run, donate_argnums=(0, 1)), jax.tree.map(lambda p: jnp.stack([p] * 4), PARAMS)
+        if mapped == "shard_map":
+            own = jax.device_put(own, NamedSharding(mesh, P("data")))
+        for t in range(7):
+            own, state = run(own, state, jax.tree.map(lambda g: g[t], grads))  # noqa: B023
+            found.append(jax.tree.map(np.asarray, (own, state)))
+    assert set(loops) == {"gpu"}
+    for a, b in zip(found[:7], found[7:], strict=True):
+        jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def test_fragments_are_even_and_none_is_empty():
