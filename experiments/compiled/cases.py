@@ -31,7 +31,7 @@ LENGTH = 2**18 + 100  # of the vector of a codec
 SHORT_TREE = TREE | {name: Shape((rows, 512), jnp.float32) for name, rows in {"u": 64, "v": 64, "w": 96}.items()}
 SHORT_LENGTH = 2**16 + 100
 SHORT = {"adiana", "dct", "demo", "descend(diana)", "diana(dithering)", "direct(eden)", "drive", "eden", "isega"}
-SHORT |= {"local_updates, streaming", "loco(int4, int8)", "majority_vote", "onebit_adam", "rotate", "via=gather"}
+SHORT |= {"local_updates, streaming", "loco(int4, int8)", "majority_vote", "onebit_adam", "rotate"}
 SHORT |= {"zero_one_adam"}
 
 
