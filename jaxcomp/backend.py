@@ -399,12 +399,15 @@ def side_by_side(words: Sequence[Array]) -> Array:
     return backend_cpu.side_by_side(words) if platform() == "cpu" else jnp.concatenate(words, axis=-1)
 
 
-def cut_apart(vector: "Array | SparseSum", sizes: Sequence[int]) -> list[Array]:
-    """Consecutive pieces of a vector, or of each row [..., d]; what is left of it is dropped."""
+def cut_apart(vector: "Array | SparseSum", sizes: Sequence[int], dtypes: Sequence[Any] = ()) -> list[Array]:
+    """Consecutive pieces of a vector, or of each row [..., d]; what is left of it is dropped.
+
+    dtypes: of the leaves that the pieces will be, to which those of a `SparseSum` may have been rounded already.
+    """
     if isinstance(vector, SparseSum):
         least = LONG if platform() == "cpu" else vector.least_apart
         if len(sizes) > 1 and max(sizes) >= least and any(isinstance(a, Tracer) for a in jax.tree.leaves(vector)):
-            return backend_cpu.made_apart(vector, sizes) if platform() == "cpu" else vector.made_apart(sizes)
+            return backend_cpu.made_apart(vector, sizes) if platform() == "cpu" else vector.made_apart(sizes, dtypes)
         vector = vector.made()
     if len(sizes) == 1 and sizes[0] == vector.shape[-1]:
         return [vector]
@@ -450,9 +453,10 @@ def all_there(messages: Tree) -> Tree:
     return backend_gpu.all_there(messages) if platform() == "gpu" else messages
 
 
-def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Sequence[int]) -> Pieces:
-    """`Pieces` of these sizes of decode(messages), where they are decoded apart."""
-    return Pieces(backend_gpu.made_in_pieces(decode, messages, sizes))
+def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Sequence[int], dtype: Any) -> Pieces:
+    """`Pieces` of these sizes of decode(messages), where they are decoded apart. dtype: of the leaves that they will
+    be, not of these."""
+    return Pieces(backend_gpu.made_in_pieces(decode, messages, sizes, dtype))
 
 
 OPERANDS = 40  # leaves that one loop reads at most: XLA for GPUs splits some loops over 48, into an array of their own
@@ -677,11 +681,14 @@ class SparseSum:
         """Entries of a piece that is made by itself, which costs a pass over all messages."""
         return max(LONG, self.indices.size)
 
-    def made_apart(self, sizes: Sequence[int]) -> list[Array]:
+    def made_apart(self, sizes: Sequence[int], dtypes: Sequence[Any] = ()) -> list[Array]:
         """Consecutive pieces of the vector, which is never made as a whole.
 
         A piece with more entries than all messages is made by itself, which saves that its part of a vector is made and
         cut out. So are 128 pieces at most; the others are cut out of one vector of them.
+
+        dtypes: of the leaves that the pieces will be. A vector for narrower ones is rounded here, as leaves are, and
+            made once the one before it is rounded: one loop over the messages would hold all of their sums.
         """
         order = np.argsort(sizes, kind="stable")[::-1][:128].tolist()
         large = sorted(i for i in order if sizes[i] >= self.least_apart)
@@ -692,27 +699,49 @@ class SparseSum:
         shifts = np.full(len(sizes) + 1, -1, np.int32)
         shifts[rest] = np.asarray(starts)[rest] - backend_cpu.starts_of(rest_sizes)
 
-        def add(totals: Tree, message: tuple[Array, Array]) -> Tree:
+        def added(total: Array, message: tuple[Array, Array], inside: Array, shift: Any) -> Array:
             indices, values = message
+            return total.at[jnp.where(inside, indices - shift, total.size)].add(values, mode="drop")
 
-            def added(total: Array, inside: Array, shift: Any) -> Array:
-                return total.at[jnp.where(inside, indices - shift, total.size)].add(values, mode="drop")
+        def add_piece(i: int, total: Array, message: tuple[Array, Array]) -> Array:
+            return added(total, message, (message[0] >= starts[i]) & (message[0] < ends[i]), starts[i])
 
-            inside = lambda i: (indices >= starts[i]) & (indices < ends[i])
-            each = [added(totals[j], inside(i), starts[i]) for j, i in enumerate(large)]
-            if rest:
-                among = materialized(jnp.asarray(ends, jnp.int32))  # or XLA computes the first step when it compiles
-                number = jnp.searchsorted(among, indices, side="right", method="scan_unrolled")
-                shift = jnp.asarray(shifts)[number]
-                each.append(added(totals[-1], shift >= 0, shift))
-            return each
+        def add_rest(total: Array, message: tuple[Array, Array]) -> Array:
+            among = materialized(jnp.asarray(ends, jnp.int32))  # or XLA computes the first step when it compiles
+            number = jnp.searchsorted(among, message[0], side="right", method="scan_unrolled")
+            shift = jnp.asarray(shifts)[number]
+            return added(total, message, shift >= 0, shift)
 
-        shapes = [self._zeros(sizes[i]) for i in large] + ([self._zeros(sum(rest_sizes))] if rest else [])
-        made = [self.scaled(total) for total in fold(add, shapes, (self.indices, self.values))]
+        kinds = [jnp.dtype(dtype) for dtype in dtypes] or [self.values.dtype] * len(sizes)
+        vectors: list[tuple[Callable[..., Array], int, Any]] = []
+        vectors += [(functools.partial(add_piece, i), sizes[i], kinds[i]) for i in large]
+        if rest:
+            common = {kinds[i] for i in rest}
+            vectors.append((add_rest, sum(rest_sizes), common.pop() if len(common) == 1 else self.values.dtype))
+        made = self._each_made(vectors)
         pieces = dict(zip(large, made, strict=False))
         if rest:
             pieces |= dict(zip(rest, cut_apart(made[-1], rest_sizes), strict=True))
         return [pieces[i] for i in range(len(sizes))]
+
+    def _each_made(self, vectors: Sequence[tuple[Callable[..., Array], int, Any]]) -> list[Array]:
+        """Vectors of parts of the messages: what adds a message to each of them, its entries, and its dtype."""
+        messages, made = (self.indices, self.values), {}
+        narrow = [i for i, (*_, dtype) in enumerate(vectors) if dtype.itemsize < self.values.dtype.itemsize]
+        wide = [i for i in range(len(vectors)) if i not in narrow]
+        if wide:
+            adds, sizes, _ = zip(*(vectors[i] for i in wide), strict=True)
+            add = lambda totals, message: [add(total, message) for add, total in zip(adds, totals, strict=True)]
+            totals = fold(add, [self._zeros(size) for size in sizes], messages)
+            made |= zip(wide, map(self.scaled, totals), strict=True)
+        zero, before = jnp.zeros_like(self.values, shape=()), []
+        for i in narrow:
+            add, size, dtype = vectors[i]
+            # Zeros are made anew, too: XLA would make those of one length once, and copy them.
+            zero, messages, _ = lax.optimization_barrier((zero, messages, before))
+            before = [bounded(self.scaled(fold(add, jnp.broadcast_to(zero, (size,)), messages)), dtype)]
+            made |= zip([i], before, strict=True)
+        return [made[i] for i in range(len(vectors))]
 
     def _zeros(self, size: int) -> Any:
         """Zeros, typed as the values are over the axes of a mesh; on a CPU they are made after the values."""

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxcomp.arrays import bounded
 from jaxcomp.backend_cpu import LONG, starts_of
 
 __all__ = ["TOGETHER", "Arriving", "all_there", "count_of_sections", "cut_apart", "made_in_pieces", "rows_apart"]
@@ -124,11 +125,16 @@ def all_there(messages: Tree) -> Tree:
     return jax.tree.map(lambda x: x.whole() if isinstance(x, Arriving) else x, messages)
 
 
-def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Sequence[int]) -> tuple[Array, ...]:
+def made_in_pieces(
+    decode: Callable[[Tree], Array], messages: Tree, sizes: Sequence[int], dtype: Any
+) -> tuple[Array, ...]:
     """Pieces of these sizes of decode(messages): each of the `APART` largest by itself, if it is long. Of the others
     those that lie side by side are cut out of a vector of their own; where they are few entries, all out of one.
 
     Each loop decodes some entries of messages that are handed on to it (`_Reader`), from where they begin (`operands`).
+
+    dtype: of the leaves that the pieces will be. Later loops wait for pieces that are rounded to it, as leaves are:
+        what waits for a piece makes it an array.
     """
     order = np.argsort(sizes, kind="stable")[::-1][:APART].tolist()
     large = {i for i in order if sizes[i] >= LONG}
@@ -146,7 +152,7 @@ def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Seque
     reader = _Reader(messages, sorted({tile for span in few for tile in range(*span)}))
     for run, (start, stop), begin in zip(runs, ends, begins, strict=True):
         vector = lax.dynamic_slice_in_dim(decode(reader.read(start, stop)), begin, stop - start)
-        reader.done.append(vector)
+        reader.done.append(vector if vector.dtype.itemsize <= jnp.dtype(dtype).itemsize else bounded(vector, dtype))
         pieces |= zip(run, cut_apart(vector, [sizes[i] for i in run]), strict=True)
     if gathered and small:
         own = [sizes[i] for i in small]

@@ -266,7 +266,8 @@ def join(groups: Groups, arrays: tuple[Any, ...], like: Any = None) -> Any:
         if isinstance(array, Pieces):
             pieces = array.leaves
         else:
-            pieces = cut_apart(array if isinstance(array, SparseSum) else array.reshape(-1), group.sizes)
+            array = array if isinstance(array, SparseSum) else array.reshape(-1)
+            pieces = cut_apart(array, group.sizes, [dtypes[i] for i in group.leaves])
         for i, piece in zip(group.leaves, pieces, strict=True):
             leaf = lax.reshape(piece, groups.shapes[i])
             leaves[i] = leaf if leaf.dtype == dtypes[i] else bounded(leaf, dtypes[i])

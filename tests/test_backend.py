@@ -14,7 +14,7 @@ from variants import variants
 import jaxcomp as jc
 from experiments.bench.trees import temporary, update_of
 from jaxcomp import backend, backend_gpu
-from jaxcomp.arrays import like_of
+from jaxcomp.arrays import bounded, like_of
 from jaxcomp.backend import LONG, Pieces, SparseSum, accumulated, cut_apart, joined, running, shared_program
 from jaxcomp.backend_cpu import FEW
 from jaxcomp.base import State, accumulate, entries, for_worker
@@ -183,6 +183,25 @@ def test_a_sum_is_made_leaf_by_leaf(sizes, form, seed):
     np.testing.assert_array_equal(np.concatenate(rows, 1), np.stack([want, 2 * want]))
 
 
+@pytest.mark.parametrize("kinds", ["bfloat16", "float16", "float32,bfloat16,float16"])
+def test_pieces_of_a_sum_are_rounded_as_leaves_are(kinds, seed):
+    """Also what is too large for float16; of some types only where one vector has leaves of several."""
+    kinds = kinds.split(",")
+    dtypes = [jnp.dtype(kinds[i % len(kinds)]) for i in range(len(LARGE))]
+    indices, values = messages(seed, LARGE, 3, 40)
+    values = values.at[:, ::3].mul(1e6)
+    find = lambda indices, values: SparseSum(indices, values, jnp.float32(0.5), sum(LARGE)) * 1.5
+    own = lambda *messages: find(*messages).made_apart(LARGE, dtypes)
+    want = [bounded(x, dtype) for x, dtype in zip(cut_apart(find(indices, values).made(), LARGE), dtypes, strict=True)]
+    for got in (own(indices, values), jax.jit(own)(indices, values)):
+        assert [x.dtype for x in got if x.size >= LONG] == [x.dtype for x in want if x.size >= LONG]
+        jax.tree.map(np.testing.assert_array_equal, [bounded(x, y.dtype) for x, y in zip(got, want, strict=True)], want)
+    rows = jax.jit(jax.vmap(own))(jnp.stack([indices, indices]), jnp.stack([values, -values]))
+    for row, sign in ((0, 1), (1, -1)):
+        got = [bounded(x[row], y.dtype) for x, y in zip(rows, want, strict=True)]
+        jax.tree.map(np.testing.assert_array_equal, got, [sign * x for x in want])
+
+
 @pytest.mark.parametrize("row", [row for row in ROWS if row.compressor.entries is not None], ids=lambda row: row.name)
 def test_entries_are_what_is_decoded_and_ascend(row, seed):
     """Of a message of each worker, with weights."""
@@ -229,22 +248,26 @@ FEW_ENTRIES = {
     "by_path, dense": lambda: jc.by_path({".*0": jc.top_k(1e-3), ".*": jc.dithering(7)}),
     "bidirectional": lambda: jc.methods.bidirectional(jc.error_feedback(jc.top_k(1e-3)), jc.natural()),
     "ladder": lambda: jc.error_feedback(jc.top_k(1e-3)),
+    "top_k, bf16": lambda: jc.error_feedback(jc.top_k(1e-3)),
+    "int4, bf16": lambda: jc.error_feedback(jc.block_scaled("int4")),
 }
 
 
-ON_GPU = {"top_k", "int4", "natural", "diana", "by_path, dense"}
+ON_GPU = {"top_k", "int4", "natural", "diana", "by_path, dense", "top_k, bf16", "int4, bf16"}
 
 
-KEPT = {"top_k", "int4", "by_path, dense", "bidirectional", "dagc"}  # of the others, all with -m ""
+KEPT = {"top_k", "int4", "by_path, dense", "bidirectional", "dagc", "top_k, bf16"}  # of the others, all with -m ""
 
 
 @pytest.mark.parametrize("name", variants(FEW_ENTRIES, KEPT))
 def test_a_direction_is_the_same_made_leaf_by_leaf(name, seed, monkeypatch):
-    """Two rounds of three workers, as where the mean is made as a vector; also in the forms of GPUs."""
+    """Two rounds of three workers, as where the mean is made as a vector; also in the forms of GPUs. Those in bf16 have
+    weights."""
     rng = np.random.default_rng(seed)
+    dtype, weights = (jnp.bfloat16, [1, 2, 3]) if "bf16" in name else (jnp.float32, None)
     shapes = {"w0": (LONG // 512, 512), "b": (3,), "w1": (1100,), "w2": (LONG + 1,), "w3": (2, LONG)}
-    rounds = [{k: jnp.asarray(rng.normal(size=(3, *s)), jnp.float32) for k, s in shapes.items()} for _ in range(2)]
-    params = {k: jnp.zeros(s) for k, s in shapes.items()}
+    rounds = [{k: jnp.asarray(rng.normal(size=(3, *s)), dtype) for k, s in shapes.items()} for _ in range(2)]
+    params = {k: jnp.zeros(s, dtype) for k, s in shapes.items()}
     mesh = jax.make_mesh((3,), ("data",), devices=jax.devices()[:3])
     found = []
     is_lazy = backend.is_lazy
@@ -253,7 +276,7 @@ def test_a_direction_is_the_same_made_leaf_by_leaf(name, seed, monkeypatch):
         monkeypatch.setattr(driver, "is_lazy", lazy)
         for module in (backend, collectives):
             monkeypatch.setattr(module, "platform", lambda mesh=None, kind=kind: kind)
-        tx = jc.compressed_mean(FEW_ENTRIES[name](), "data", via="ladder" if name == "ladder" else "auto")
+        tx = jc.compressed_mean(FEW_ENTRIES[name](), "data", "ladder" if name == "ladder" else "auto", weights)
         state, specs = jc.init_state(tx, params, mesh, "data")
         update = lambda g, state, tx=tx: tx.update(jax.tree.map(lambda x: x[0], g), state)
         step = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=(jax.P("data"), specs), out_specs=(jax.P(), specs)))
@@ -283,16 +306,18 @@ PIECES = {
 }
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("case", PIECES)
-def test_pieces_are_decoded_where_they_belong(case, mapped, seed, monkeypatch):
+def test_pieces_are_decoded_where_they_belong(case, mapped, dtype, seed, monkeypatch):
+    """Whatever their leaves are rounded to later."""
     monkeypatch.setattr(backend_gpu, "APART", 4)
     monkeypatch.setattr(backend, "platform", lambda mesh=None: "gpu")
     sizes, rest = PIECES[case], 5
     (messages,) = drawn(seed, [3 * (sum(sizes) + rest)])
     messages = messages.reshape(3, -1)
     decode = lambda messages: messages[0] + 2 * messages[2]
-    run = lambda messages: backend.made_in_pieces(decode, messages, sizes).leaves
+    run = lambda messages: backend.made_in_pieces(decode, messages, sizes, dtype).leaves
     run = jax.vmap(run) if mapped else run
     pieces = jax.jit(run)(jnp.stack([messages, -messages]) if mapped else messages)
     for row in range(2) if mapped else [...]:

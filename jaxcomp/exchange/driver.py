@@ -495,8 +495,8 @@ class Message:
             for parcel, arrived, program, group in zip(
                 self.parcels, self.arrived, self.programs, self.request.groups, strict=True
             ):
-                sizes = group.sizes if lazy and len(parcel.like.shape) == 1 else ()
-                means.append(_mean(parcel, arrived, self.way, functools.partial(accumulate, program), sizes))
+                cut = group if lazy and len(parcel.like.shape) == 1 else None
+                means.append(_mean(parcel, arrived, self.way, functools.partial(accumulate, program), cut))
         return tuple(means)
 
 
@@ -550,11 +550,11 @@ def _stacks(request: Mean, numbers: list[int]) -> list[list[int]]:
     return [some[first : first + most] for some in ready.values() for first in range(0, len(some), most)]
 
 
-def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], sizes: tuple[int, ...] = ()) -> Any:
+def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], cut: Any = None) -> Any:
     """The mean of one group from what a route brought, on every worker alike.
 
-    add: `accumulate` of the compressor as it is run. sizes: of leaves to which it will be cut, if nothing else reads
-    it: then a long sum of sparse messages may be left unmade, and leaves may be decoded by themselves.
+    add: `accumulate` of the compressor as it is run. cut: the group, if nothing reads it but what cuts it into leaves:
+    then a long sum of sparse messages may be left unmade, and leaves may be decoded by themselves.
     """
     compressor, like = parcel.compressor, jax.ShapeDtypeStruct(parcel.like.shape, wide(parcel.like.dtype))
     if arrived.mean is not None:
@@ -572,7 +572,7 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], s
         weights = jnp.full((way.workers,), way.share, like.dtype)
 
     def total(payloads: Any, weights: Any, shared: Any) -> Any:
-        if sizes and like.size >= LONG and compressor.entries is not None:
+        if cut and like.size >= LONG and compressor.entries is not None:
             found = compressor.entries(payloads, weights, shared, like)
             if is_lazy(found):
                 return found
@@ -582,10 +582,10 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], s
         found = varying(on_equal_types(total, payloads, weights, parcel.shared), way.outer)
         return way.mean_of(found)
 
-    if compressor.spec.entrywise and is_apart(like.size, sizes):
-        return made_in_pieces(made, arrived.payloads, sizes)
+    if cut and compressor.spec.entrywise and is_apart(like.size, cut.sizes):
+        return made_in_pieces(made, arrived.payloads, cut.sizes, cut.dtype)
     payloads = all_there(arrived.payloads)
-    return made(payloads) if sizes else materialized(made(payloads))
+    return made(payloads) if cut else materialized(made(payloads))
 
 
 # ------------------------------------------------------------------------------------------------

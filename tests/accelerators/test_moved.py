@@ -162,6 +162,13 @@ def test_leaves_of_any_length_are_decoded_in_little_memory_on_a_gpu(name):
     assert step_on("h100", make(), like).memory / 4 / num_entries(like) <= most
 
 
+# In bytes of the tree, where leaves have half the bytes of a sum: all sums were held to the end, 2 each.
+@pytest.mark.parametrize(("name", "most"), [("top_k", 0.35), ("int4", 0.6)])
+def test_leaves_of_16_bits_are_made_one_after_the_other_on_a_gpu(name, most):
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), gpt_like(4, 1024))
+    assert step_on("h100", STEPS[name][0](), like).memory / 2 / num_entries(like) <= most
+
+
 def test_equal_leaves_are_read_by_the_same_few_kernels():
     """Of 16 leaves of three sizes: cut out at places that XLA knew, each had kernels of its own, and copies before."""
     program = step_on("h100", jc.diana(jc.dithering(7)), gpt_like(4, 1024))
