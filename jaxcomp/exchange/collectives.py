@@ -113,7 +113,8 @@ def word_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
     leaves = jax.tree.leaves(tree)
     widths = [jnp.dtype(leaf.dtype).itemsize for leaf in leaves]
     held = [math.prod(leaf.shape) * width for leaf, width in zip(leaves, widths, strict=True)]
-    on_gpu, lanes = platform() == "gpu", []
+    where, lanes = platform(), []
+    on_gpu = where == "gpu"
     alone_from = ALONE_BYTES_ON_GPU if on_gpu else ALONE_BYTES
     for bucket, places in _grouped(buckets or [0] * len(leaves)):
         narrowest = min(widths[i] for i in places)
@@ -128,7 +129,7 @@ def word_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
                 others.append(group)
         for group in (*filter(None, [merged]), *others):
             word = min(widths[i] for i in group)
-            if platform() == "tpu":  # what fills its rows first, so that most begin with a row
+            if where == "tpu":  # what fills its rows first, so that most begin with a row
                 group = sorted(group, key=lambda i: held[i] // word % TPU_LANES != 0)
             sizes = tuple(held[i] // word for i in group)
             lanes.append(Lane(tuple(group), sizes, jnp.dtype(f"uint{8 * word}"), bucket))
