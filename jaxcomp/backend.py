@@ -294,7 +294,10 @@ def over_rows(function: Callable[..., Tree], *rows: Tree, length: int) -> Tree:
     count, most = jax.tree.leaves(rows)[0].shape[0], max(1, SORTED // max(length, 1))
     if platform() != "tpu" or count <= most:
         return mapped(*rows)
-    return lax.map(lambda row: function(*row), rows, batch_size=most)
+    few = -(-count // most)
+    # As many at a time each time, where that can be: for a rest all rows would be laid out a second time.
+    several = next((count // parts for parts in range(few, 2 * few) if count % parts == 0), most)
+    return lax.map(lambda row: function(*row), rows, batch_size=several)
 
 
 def mapped_as(function: Callable[..., Tree], of_rows: Callable[..., Tree]) -> Callable[..., Tree]:

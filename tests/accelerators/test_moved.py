@@ -126,8 +126,9 @@ def test_a_codec_holds_few_vectors_on_a_tpu(name):
 # words, and words codes, by way of their transpose, and before rows were sorted a few thousand at a time.
 STEPS = {
     "top_k": (lambda: jc.error_feedback(jc.top_k(0.001)), 1.15),
-    "int4": (lambda: jc.error_feedback(jc.block_scaled("int4")), 3.4),
-    "sparse_loco": (lambda: jc.sparse_loco(), 2.1),
+    "int4": (lambda: jc.error_feedback(jc.block_scaled("int4")), 2.2),
+    "dithering": (lambda: jc.direct(jc.dithering(7)), 0.7),
+    "sparse_loco": (lambda: jc.sparse_loco(), 1.15),
     "float8": (lambda: jc.error_feedback(jc.cast("float8_e4m3fn")), 4.0),  # 9.5 with all messages at once
     "natural": (lambda: jc.direct(jc.natural()), 6.6),  # 12.8 with each message in a pass of its own
 }
