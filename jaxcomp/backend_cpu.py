@@ -7,7 +7,6 @@ step, and a call that says that it is not to be inlined: of these the forms here
 
 import contextlib
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -47,7 +46,6 @@ Tree = Any
 FEW = 16  # slices that may be kernels of their own
 LONG = 2**18  # entries of a vector that is worth a branch, or a loop, of its own
 LOOPS = 64  # leaves that are made by a loop of their own; each adds 0.02 s to compiling
-SMALL = 2**14  # entries of leaves that are joined
 ROWS = 2048  # numbers that slow forms make at a time
 
 
@@ -248,7 +246,7 @@ def piece_by_piece(one: Callable[..., Array], memory: Array, pieces: Any, *other
     """
 
     def added(memory, leaves, others):
-        there = _with_small_joined([x for x in leaves if x.size], memory.dtype)
+        there = [x for x in leaves if x.size]
         starts = _unknown(starts_of([x.size for x in there]), there[0])
         after, others = _computed(memory, starts[0]).reshape(-1), [x.reshape(-1) for x in others]
         for start, piece in zip(starts, there, strict=True):
@@ -261,15 +259,6 @@ def piece_by_piece(one: Callable[..., Array], memory: Array, pieces: Any, *other
         return in_place(one, memory, whole, *others)
 
     return unless_mapped(added, joined)(memory, pieces.leaves, others)
-
-
-def _with_small_joined(leaves: Sequence[Array], dtype: Any) -> list[Array]:
-    """The same, with small neighbours as one: each leaf is a kernel, and numbers that are copied for it."""
-    found, is_small = [], [leaf.size < SMALL for leaf in leaves]
-    for small, run in itertools.groupby(zip(is_small, leaves, strict=True), operator.itemgetter(0)):
-        own = [leaf for _, leaf in run]
-        found += [jnp.concatenate([leaf.astype(dtype) for leaf in own])] if small and len(own) > 1 else own
-    return found
 
 
 def _computed(x: Array, zero: Array) -> Array:
