@@ -1,11 +1,11 @@
 """Operations that each backend does in another way: the one place that asks for which devices a program is made.
 
-Each function here has a portable form of a line or two. Where XLA for CPU or for GPUs needs another one that is long,
-that stands under the same name in `backend_cpu` or `backend_gpu`, with the reason, and is chosen here, and only while a
-program is traced. Collectives that differ stand in `exchange.collectives`.
+Each function here has a portable form of a line or two. Where XLA for CPUs, GPUs or TPUs needs another one that is
+long, that stands under the same name in `backend_cpu`, `backend_gpu` or `backend_tpu`, with the reason, and is chosen
+here, and only while a program is traced. Collectives that differ stand in `exchange.collectives`.
 
 Three kinds of arrays are not made before somebody reads them: `Pieces`, leaves that are not joined, `SparseSum`,
-messages that are not added up, and `backend_gpu.Arriving`, messages that have not crossed. These three files hold all
+messages that are not added up, and `backend_gpu.Arriving`, messages that have not crossed. These files hold all
 that knows how to make them.
 """
 
@@ -24,7 +24,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxcomp import backend_cpu, backend_gpu
+from jaxcomp import backend_cpu, backend_gpu, backend_tpu
 from jaxcomp.arrays import as_words, bounded, check_decoded, finite, is_shapes, like_of, weighted
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "add_each",
     "all_finite",
     "all_there",
+    "along_rows",
     "computed_once",
     "count_of_sections",
     "cut_apart",
@@ -57,7 +58,6 @@ __all__ = [
     "mapped_as",
     "materialized",
     "not_before",
-    "of_columns",
     "of_entries",
     "of_short_rows",
     "only_if",
@@ -68,7 +68,6 @@ __all__ = [
     "shared_program",
     "side_by_side",
     "step_in_place",
-    "to_columns",
     "to_short_rows",
     "zeros_if_shape",
 ]
@@ -100,44 +99,26 @@ def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
 
 def lanes() -> int:
     """How many neighbours a register holds: an array with a shorter last axis is padded to it in memory."""
-    return 128 if platform() == "tpu" else 1
-
-
-def to_columns(x: Array, length: int) -> Array:
-    """A vector in columns of so many entries, a multiple of the lanes: [length, size / length]."""
-    return jnp.moveaxis(x.reshape(-1, length // lanes(), lanes()), 0, -1).reshape(length, -1)
-
-
-def of_columns(columns: Array) -> Array:
-    """Inverse of `to_columns`, as an array."""
-    rows = jnp.moveaxis(columns.reshape(-1, lanes(), columns.shape[1]), -1, 0)
-    return materialized(rows.reshape(-1))
+    return backend_tpu.LANES if platform() == "tpu" else 1
 
 
 def of_short_rows(of: Callable[[Array], Tree], x: Array, length: int) -> Tree:
-    """of(rows), for the rows of `length` entries that a vector holds one after the other: [b, m] -> [b] each. Short
-    rows that are a part of the lanes stand in columns, since an axis of their length would be padded to the lanes."""
-    if not x.size or not _is_short(length):
-        return of(x.reshape(x.size // max(length, 1), length))
-    whole = x.size // (length * lanes()) * lanes()  # rows
-    columns = to_columns(materialized(x[: whole * length]), lanes() * length).reshape(lanes(), length, -1)
-    numbers = jax.vmap(of, in_axes=-1, out_axes=-1)(columns)  # of `lanes` rows in turn
-    rest = of(x[whole * length :].reshape(-1, length))
-    return jax.tree.map(lambda each, more: jnp.concatenate([each.T.reshape(-1), more]), numbers, rest)
+    """of(rows), for the rows of `length` entries that a vector holds one after the other: [b, m] -> [b] each."""
+    if platform() == "tpu":
+        return backend_tpu.of_short_rows(of, x, length)
+    return of(x.reshape(x.size // max(length, 1), length))
 
 
 def to_short_rows(each: Array, length: int) -> Array:
     """A number of each row, repeated over its `length` entries: [b] -> [b length], as in `of_short_rows`."""
-    if not each.size or not _is_short(length):
-        return jnp.broadcast_to(each[:, None], (each.size, length)).reshape(-1)
-    rows = jnp.pad(each, (0, -each.size % lanes())).reshape(-1, lanes())
-    columns = jnp.broadcast_to(rows.T[:, None], (lanes(), length, rows.shape[0]))
-    return of_columns(columns.reshape(lanes() * length, -1))[: each.size * length]
+    if platform() == "tpu":
+        return backend_tpu.to_short_rows(each, length)
+    return jnp.broadcast_to(each[:, None], (each.size, length)).reshape(-1)
 
 
-def _is_short(length: int) -> bool:
-    """Whether a few whole rows fill the lanes; of very short ones the program would be long."""
-    return lanes() // 16 <= length < lanes() and lanes() % length == 0
+def along_rows(reduce: Callable[..., Array], rows: Array) -> Array:
+    """`jnp.sum` or `jnp.max` along the last axis: [b, m] -> [b]."""
+    return backend_tpu.along_rows(reduce, rows) if platform() == "tpu" else reduce(rows, axis=-1)
 
 
 def _on_cpu(*trees: Tree) -> bool:
@@ -250,25 +231,8 @@ def form(portable: Callable[..., Tree], *, on_cpu: Any = None, on_gpu: Any = Non
 def running(join: Callable[[Array, Array], Array], x: Array) -> Array:
     """Running sums (`jnp.add`) or maxima (`jnp.maximum`) of integers along the last axis, in their dtype."""
     if platform() == "tpu":
-        return _running(join, x)
+        return backend_tpu.running(join, x)
     return jnp.cumsum(x, -1, x.dtype) if join is jnp.add else lax.cummax(x, x.ndim - 1)
-
-
-@functools.partial(jax.jit, static_argnums=0)  # once in a program for each shape
-def _running(join: Callable[[Array, Array], Array], x: Array) -> Array:
-    """For TPUs: within rows that fill the lanes by doubling the distance, and of the ends of these rows likewise.
-
-    XLA's own running sum of 655,808 integers is a program that takes a minute to compile (v5e); this one takes 1.6 s.
-    """
-    size, least = x.shape[-1], jnp.asarray(0 if join is jnp.add else jnp.iinfo(x.dtype).min, x.dtype)
-    moved = lambda x, low, high: lax.pad(x, least, [(0, 0, 0)] * (x.ndim - 1) + [(low, high, 0)])
-    if size > lanes():
-        ends = _running(join, moved(x, 0, -size % lanes()).reshape(*x.shape[:-1], -1, lanes()))
-        before = moved(_running(join, ends[..., -1]), 1, -1)
-        return join(ends, before[..., None]).reshape(*x.shape[:-1], -1)[..., :size]
-    for distance in (1 << i for i in range(max(size - 1, 0).bit_length())):
-        x = join(x, moved(x, distance, -distance))
-    return x
 
 
 def in_turn(function: Callable[[Tree], Tree], rows: Tree) -> Tree:
@@ -283,21 +247,11 @@ def rows_at_once() -> int:
     return 16 if platform() == "gpu" else 1
 
 
-SORTED = 2**22  # entries of rows that a TPU sorts at once
-
-
 def over_rows(function: Callable[..., Tree], *rows: Tree, length: int) -> Tree:
-    """`jax.vmap` of the function over rows of `length` entries; on a TPU over some of them at a time (`SORTED`), since
-    it sorts rows, which takes six times their memory.
-    """
-    mapped = jax.vmap(function)
-    count, most = jax.tree.leaves(rows)[0].shape[0], max(1, SORTED // max(length, 1))
-    if platform() != "tpu" or count <= most:
-        return mapped(*rows)
-    few = -(-count // most)
-    # Batches of equal size, where that can be: for a rest all rows would be laid out a second time.
-    several = next((count // parts for parts in range(few, 2 * few) if count % parts == 0), most)
-    return lax.map(lambda row: function(*row), rows, batch_size=several)
+    """`jax.vmap` of the function over rows of `length` entries, which it may sort."""
+    if platform() == "tpu":
+        return backend_tpu.over_rows(function, *rows, length=length)
+    return jax.vmap(function)(*rows)
 
 
 def mapped_as(function: Callable[..., Tree], of_rows: Callable[..., Tree]) -> Callable[..., Tree]:
@@ -418,26 +372,10 @@ def cut_apart(vector: "Array | SparseSum", sizes: Sequence[int], dtypes: Sequenc
         return backend_cpu.cut_apart(vector, sizes)
     if platform() == "gpu":
         return backend_gpu.cut_apart(vector, sizes)
+    if platform() == "tpu" and (vector.ndim == 2 or vector.size >= LONG):
+        return backend_tpu.cut_apart(vector, sizes)
     starts = zip(backend_cpu.starts_of(sizes), sizes, strict=True)
-    if platform() == "tpu" and vector.ndim == 2 and vector.shape[1] % lanes() == 0:
-        rows = materialized(_in_rows(vector))
-        return [_columns(rows, start, start + size) for start, size in starts]
-    pieces = [lax.slice_in_dim(vector, start, start + size, axis=-1) for start, size in starts]
-    # A TPU would lay a long vector out in rows of each length that leaves have, and take them from there.
-    return materialized(pieces) if platform() == "tpu" and vector.ndim == 1 and vector.size >= LONG else pieces
-
-
-def _columns(rows: Array, start: int, end: int) -> Array:
-    """Columns of [n, m], out of its rows of lanes: a TPU would lay out all of the n side by side for it."""
-    first, last = start // lanes(), -(-end // lanes())
-    part = rows[:, first:last].reshape(len(rows), -1)
-    return part[:, start - first * lanes() : end - first * lanes()]
-
-
-def _in_rows(messages: Array) -> Array:
-    """[n, ...] as [n, m, lanes], where each of the n is a run of memory; as it is where it does not fill the rows."""
-    size = math.prod(messages.shape[1:])
-    return messages.reshape(len(messages), size // lanes(), lanes()) if size % lanes() == 0 else messages
+    return [lax.slice_in_dim(vector, start, start + size, axis=-1) for start, size in starts]
 
 
 def is_apart(size: int, sizes: Sequence[int]) -> bool:
@@ -464,19 +402,6 @@ def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Seque
 
 OPERANDS = 40  # leaves that one loop reads at most: XLA for GPUs splits some loops over 48, into an array of their own
 MOST_OPERANDS = 60  # and every loop over more than about 64
-
-
-def _added_by_leaf(one: Callable[..., Array], memory: Array, pieces: Pieces, *others: Array) -> Array:
-    """Each leaf to its part of the memory, in its place. Where a part begins XLA does not know: so leaves of one shape
-    are one kernel to compile for a TPU, which would join leaves by a kernel for each, and then add the whole.
-    """
-    after, leaves = materialized(memory.reshape(-1)), [leaf for leaf in pieces.leaves if leaf.size]
-    starts = materialized(jnp.asarray(backend_cpu.starts_of([leaf.size for leaf in leaves]), jnp.int32))
-    for start, leaf in zip(starts, leaves, strict=True):
-        part, *rest = (lax.dynamic_slice_in_dim(x.reshape(-1), start, leaf.size) for x in (after, *others))
-        now = one(part, leaf.reshape(-1).astype(memory.dtype), *rest)
-        after = lax.dynamic_update_slice_in_dim(after, now, start, 0)
-    return after.reshape(memory.shape)
 
 
 def _added_in_parts(one: Callable[..., Array], memory: Array, pieces: Pieces, *others: Array) -> Array:
@@ -507,8 +432,9 @@ def accumulated(one: Callable[..., Array], memory: Tree, grads: Tree, *others: T
             if _on_cpu(e) and 0 < e.size < 2**31:
                 return backend_cpu.piece_by_piece(one, e, g, *others)
             if len(g.leaves) > {"cpu": math.inf, "gpu": OPERANDS}.get(platform(), 1):
-                by_leaf = platform() == "tpu" and e.size < 2**31  # which its numbers can tell
-                return materialized((_added_by_leaf if by_leaf else _added_in_parts)(one, e, g, *others))
+                if platform() == "tpu" and e.size < 2**31:  # which its numbers can tell
+                    return materialized(backend_tpu.added_by_leaf(one, e, g.leaves, *others))
+                return materialized(_added_in_parts(one, e, g, *others))
             g = joined(g, e)
         return in_place(one, e, g, *others, with_readers=True)
 
@@ -582,20 +508,14 @@ def fold_in_one_pass(
     return backend_cpu.added_once(add_all, total, messages)
 
 
-ON_CHIP = 2**24  # entries of f32 that the memory on the chip of a TPU (128 MiB on a v5e) holds twice
-
-
 def fold_in_rows(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree) -> Tree:
     """`fold` for TPUs of codes whose words fill rows of lanes: each message is then a run of memory, and one loop adds
     them all, where a pass for each is a kernel of its own to compile and a total of its own to hold.
     """
     shapes = jax.tree.map(lambda a: a.shape[1:], messages)
-    if is_shapes(total) and max(leaf.size for leaf in jax.tree.leaves(total)) <= ON_CHIP:
-        # Or the zeros of all leaves are there before any message is. Those of a longer vector would be a pass.
-        zero, _ = materialized((jnp.zeros(()), messages))
-        total = jax.tree.map(lambda leaf: jnp.full(leaf.shape, zero.astype(leaf.dtype)), total)
+    total = backend_tpu.zeros_if_shape(total, messages)
     each = lambda total, message: add(total, jax.tree.map(jnp.reshape, message, shapes))
-    return fold(each, total, jax.tree.map(_in_rows, messages))
+    return fold(each, total, jax.tree.map(backend_tpu.in_rows, messages))
 
 
 def _summed(add: Callable[[Tree, Tree], Tree], like: Tree, messages: Tree) -> Tree:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import bounded, finite, wide
-from jaxcomp.backend import all_finite, fast_if, form, in_parts, largest_finite
+from jaxcomp.backend import all_finite, along_rows, fast_if, form, in_parts, largest_finite
 from jaxcomp.floats import exponent_of, power_of_two
 
 __all__ = ["block_norms", "finite_sizes", "max_abs", "room"]
@@ -80,8 +80,8 @@ def _norms_in_three_scales(rows: Array) -> Array:
     info = jnp.finfo(size.dtype)
     scale, most = 2.0 ** (3 * info.maxexp // 4), 2.0 ** (info.maxexp // 2 - 2)
     # The minimum keeps XLA from rewriting (x s)^2 as x^2 s^2. A sum that no row takes may overflow.
-    squares = lambda scale: jnp.sum(jnp.square(jnp.minimum(size * jnp.asarray(scale, size.dtype), most)), axis=-1)
-    small, plain, large = squares(scale), jnp.sum(jnp.square(size), axis=-1), squares(1 / scale)
+    squares = lambda scale: along_rows(jnp.sum, jnp.square(jnp.minimum(size * jnp.asarray(scale, size.dtype), most)))
+    small, plain, large = squares(scale), along_rows(jnp.sum, jnp.square(size)), squares(1 / scale)
     is_small, is_large = plain <= info.tiny * MARGIN, plain >= info.max
     root = jnp.sqrt(jnp.where(is_small, small, jnp.where(is_large, large, plain)))
     unit = jnp.where(is_small, 1 / scale, jnp.where(is_large, scale, 1.0)).astype(size.dtype)

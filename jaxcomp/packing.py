@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.backend import computed_once, form, lanes, materialized, of_columns, to_columns
+from jaxcomp.backend import computed_once, form, lanes, materialized
+from jaxcomp.backend_tpu import of_columns, to_columns
 from jaxcomp.hashing import halves, halves_in_lanes, halves_in_pairs
 
 __all__ = ["TILE", "Lanes", "Places", "num_words", "pack", "places_of", "tile_of", "unpack", "width_for"]

@@ -451,7 +451,7 @@ def _moved(x: Array, threshold: Array, wanted: Array, least: Array, most: Array)
         above = words_above(x, as_float(end.high))
         return above | first_bits(words & ~above, least - count_words(above))
 
-    return lax.cond(end.found, lambda words: words, with_ties, words)
+    return only_if(~end.found, with_ties, words)
 
 
 def every(x: Array, stride: int) -> Array:

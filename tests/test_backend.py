@@ -13,7 +13,7 @@ from variants import variants
 
 import jaxcomp as jc
 from experiments.bench.trees import temporary, update_of
-from jaxcomp import backend, backend_gpu
+from jaxcomp import backend, backend_gpu, backend_tpu
 from jaxcomp.arrays import bounded, like_of
 from jaxcomp.backend import LONG, Pieces, SparseSum, accumulated, cut_apart, joined, running, shared_program
 from jaxcomp.backend_cpu import FEW
@@ -434,7 +434,7 @@ def test_running_sums_for_tpus_are_those_of_numpy(shape, seed):
 @pytest.mark.parametrize("on_chip", [0, 2**24])
 def test_messages_that_a_tpu_adds_in_a_loop_are_those_of_a_cpu(compressor, on_chip, seed, monkeypatch):
     """Bit for bit, of a total that is there, of zeros before the messages, and of zeros after them."""
-    monkeypatch.setattr(backend, "ON_CHIP", on_chip)
+    monkeypatch.setattr(backend_tpu, "ON_CHIP", on_chip)
     rows, like = drawn(seed, [(WORKERS, 4096)])[0], jax.ShapeDtypeStruct((4096,), jnp.float32)
 
     def run(rows):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import as_words
-from jaxcomp.backend import materialized, shared_program, zeros_if_shape
+from jaxcomp.backend import in_turn, materialized, shared_program, zeros_if_shape
 from jaxcomp.backend_gpu import rows_apart
 from jaxcomp.base import Compressor, State, accumulate, advance, check_pair, for_worker, left, left_of
 
@@ -58,7 +58,7 @@ def rows(one: Compressor) -> Compressor:
             payload, local = compress_one(jax.random.wrap_key_data(words, impl=jax.random.key_impl(key)), *others)
             return jax.tree.map(as_words, payload), local
 
-        payload, local = lax.map(row, (jax.random.key_data(keys), *args[1:]))
+        payload, local = in_turn(row, (jax.random.key_data(keys), *args[1:]))
         return jax.tree.map(lax.bitcast_convert_type, payload, kinds), Rows(local)
 
     def decompress(payload, shared, like):
@@ -66,7 +66,7 @@ def rows(one: Compressor) -> Compressor:
 
     def add(total, payloads, weights, shared):
         total, by_row = zeros_if_shape(total, payloads), jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), payloads)
-        return lax.map(lambda args: accumulate(one, args[0], args[1], weights, args[2]), (total, by_row, shared.rows))
+        return in_turn(lambda args: accumulate(one, args[0], args[1], weights, args[2]), (total, by_row, shared.rows))
 
     def over(function):
         """The same function of the shared state of each row."""

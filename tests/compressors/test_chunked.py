@@ -142,6 +142,6 @@ def test_rows_that_a_tpu_sorts_in_turn_are_those_of_all_at_once(monkeypatch, see
     compress = lambda: jax.jit(lambda x: compressor.compress(jax.random.key(1), x, state)[0])(x)
     whole = compress()
     monkeypatch.setattr(jc.backend, "platform", lambda: "tpu")
-    monkeypatch.setattr(jc.backend, "SORTED", 5 * 256)
+    monkeypatch.setattr(jc.backend_tpu, "SORTED", 5 * 256)
     jax.tree.map(np.testing.assert_array_equal, whole, compress())
     assert "scan[" in str(jax.make_jaxpr(lambda x: compressor.compress(jax.random.key(1), x, state)[0])(x))

@@ -1,0 +1,172 @@
+"""Operations that XLA for TPUs needs in another form than everybody else, under the names of `backend`, which chooses.
+
+A TPU keeps arrays in rows of 128 lanes. XLA moves numbers between lanes, and between lanes and rows, by copies: what
+was a reshape elsewhere may cost more than the arithmetic. So numbers stay in their lanes here, and what belongs to
+several of them is transposed while it is small.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp.arrays import is_shapes
+from jaxcomp.backend_cpu import starts_of
+
+__all__ = [
+    "LANES",
+    "added_by_leaf",
+    "along_rows",
+    "cut_apart",
+    "in_rows",
+    "of_columns",
+    "of_short_rows",
+    "over_rows",
+    "running",
+    "to_columns",
+    "to_short_rows",
+    "zeros_if_shape",
+]
+
+Array = jax.Array
+Tree = Any
+LANES = 128  # an array with a shorter last axis is padded to them in memory
+SORTED = 2**22  # entries of rows that are sorted at once
+ON_CHIP = 2**24  # entries of f32 that the memory on the chip (128 MiB on a v5e) holds twice
+
+
+def to_columns(x: Array, length: int) -> Array:
+    """A vector in columns of so many entries, a multiple of the lanes: [length, size / length]."""
+    return jnp.moveaxis(x.reshape(-1, length // LANES, LANES), 0, -1).reshape(length, -1)
+
+
+def of_columns(columns: Array) -> Array:
+    """Inverse of `to_columns`, as an array."""
+    rows = jnp.moveaxis(columns.reshape(-1, LANES, columns.shape[1]), -1, 0)
+    return lax.optimization_barrier(rows.reshape(-1))
+
+
+def of_short_rows(of: Callable[[Array], Tree], x: Array, length: int) -> Tree:
+    """Rows that are a part of the lanes stand in columns: an axis of their length would be padded to the lanes."""
+    if not x.size or not _is_short(length):
+        return of(x.reshape(x.size // max(length, 1), length))
+    whole = x.size // (length * LANES) * LANES  # rows
+    columns = to_columns(lax.optimization_barrier(x[: whole * length]), LANES * length).reshape(LANES, length, -1)
+    numbers = jax.vmap(of, in_axes=-1, out_axes=-1)(columns)  # of `LANES` rows in turn
+    rest = of(x[whole * length :].reshape(-1, length))
+    return jax.tree.map(lambda each, more: jnp.concatenate([each.T.reshape(-1), more]), numbers, rest)
+
+
+def to_short_rows(each: Array, length: int) -> Array:
+    """Rows that are a part of the lanes are made in columns. Of rows that fill several rows of lanes each number is
+    repeated for these first: broadcast to all entries at once it would be an array in another order, and copied.
+    """
+    if each.size and _is_short(length):
+        rows = jnp.pad(each, (0, -each.size % LANES)).reshape(-1, LANES)
+        columns = jnp.broadcast_to(rows.T[:, None], (LANES, length, rows.shape[0]))
+        return of_columns(columns.reshape(LANES * length, -1))[: each.size * length]
+    count = length // LANES
+    if not each.size or length % LANES or LANES % count:
+        return jnp.broadcast_to(each[:, None], (each.size, length)).reshape(-1)
+    few = LANES // count
+    columns = jnp.pad(each, (0, -each.size % few)).reshape(-1, few).T
+    columns = jnp.broadcast_to(columns[:, None], (few, count, columns.shape[1]))
+    rows = lax.optimization_barrier(columns.reshape(LANES, -1).T.reshape(-1)[: each.size * count])
+    return jnp.broadcast_to(rows[:, None], (rows.size, LANES)).reshape(-1)
+
+
+def _is_short(length: int) -> bool:
+    """Whether a few whole rows fill the lanes; of very short ones the program would be long."""
+    return LANES // 16 <= length < LANES and LANES % length == 0
+
+
+def along_rows(reduce: Callable[..., Array], rows: Array) -> Array:
+    """Each row of lanes by itself, then, in columns, those that belong together."""
+    count, length = rows.shape
+    several = length // LANES
+    if several < 2 or length % LANES or LANES % several:
+        return reduce(rows, axis=-1)
+    each = lax.optimization_barrier(reduce(rows.reshape(-1, LANES), axis=-1))
+    columns = jnp.pad(each, (0, -each.size % LANES)).reshape(-1, LANES).T
+    return reduce(columns.reshape(LANES // several, several, -1), axis=1).T.reshape(-1)[:count]
+
+
+@functools.partial(jax.jit, static_argnums=0)  # once in a program for each shape
+def running(join: Callable[[Array, Array], Array], x: Array) -> Array:
+    """Within rows that fill the lanes by doubling the distance, and of the ends of these rows likewise.
+
+    XLA's own running sum of 655,808 integers is a program that takes a minute to compile (v5e); this one takes 1.6 s.
+    """
+    size, least = x.shape[-1], jnp.asarray(0 if join is jnp.add else jnp.iinfo(x.dtype).min, x.dtype)
+    moved = lambda x, low, high: lax.pad(x, least, [(0, 0, 0)] * (x.ndim - 1) + [(low, high, 0)])
+    if size > LANES:
+        ends = running(join, moved(x, 0, -size % LANES).reshape(*x.shape[:-1], -1, LANES))
+        before = moved(running(join, ends[..., -1]), 1, -1)
+        return join(ends, before[..., None]).reshape(*x.shape[:-1], -1)[..., :size]
+    for distance in (1 << i for i in range(max(size - 1, 0).bit_length())):
+        x = join(x, moved(x, distance, -distance))
+    return x
+
+
+def over_rows(function: Callable[..., Tree], *rows: Tree, length: int) -> Tree:
+    """Over some rows at a time (`SORTED`): to sort them takes six times their memory."""
+    count, most = jax.tree.leaves(rows)[0].shape[0], max(1, SORTED // max(length, 1))
+    if count <= most:
+        return jax.vmap(function)(*rows)
+    few = -(-count // most)
+    # Batches of equal size, where that can be: for a rest all rows would be laid out a second time.
+    several = next((count // parts for parts in range(few, 2 * few) if count % parts == 0), most)
+    return lax.map(lambda row: function(*row), rows, batch_size=several)
+
+
+def cut_apart(vector: Array, sizes: Sequence[int]) -> list[Array]:
+    """Columns of [n, m] are cut out of its rows of lanes: XLA would lay out all of the n side by side for it. And a
+    long vector in rows of each length that leaves have, to take them from there.
+    """
+    starts = zip(starts_of(sizes), sizes, strict=True)
+    if vector.ndim == 2 and vector.shape[1] % LANES == 0:
+        rows = lax.optimization_barrier(in_rows(vector))
+        return [_columns(rows, start, start + size) for start, size in starts]
+    pieces = [lax.slice_in_dim(vector, start, start + size, axis=-1) for start, size in starts]
+    return lax.optimization_barrier(pieces) if vector.ndim == 1 else pieces
+
+
+def _columns(rows: Array, start: int, end: int) -> Array:
+    first, last = start // LANES, -(-end // LANES)
+    part = rows[:, first:last].reshape(len(rows), -1)
+    return part[:, start - first * LANES : end - first * LANES]
+
+
+def in_rows(messages: Array) -> Array:
+    """[n, ...] as [n, m, LANES], where each of the n is a run of memory; as it is where it does not fill the rows."""
+    size = math.prod(messages.shape[1:])
+    return messages.reshape(len(messages), size // LANES, LANES) if size % LANES == 0 else messages
+
+
+def zeros_if_shape(total: Tree, messages: Tree) -> Tree:
+    """Of short vectors the zeros are made once the messages are there, or those of all leaves would be there before any
+    message is. Those of a longer vector would be a pass.
+    """
+    if not is_shapes(total):
+        return total
+    zero = jnp.zeros(())
+    if max(leaf.size for leaf in jax.tree.leaves(total)) <= ON_CHIP:
+        zero, _ = lax.optimization_barrier((zero, messages))
+    return jax.tree.map(lambda leaf: jnp.full(leaf.shape, zero.astype(leaf.dtype)), total)
+
+
+def added_by_leaf(one: Callable[..., Array], memory: Array, leaves: Sequence[Array], *others: Array) -> Array:
+    """Each leaf to its part of the memory, in its place. Where a part begins XLA does not know: so leaves of one shape
+    are one kernel to compile, where each would be one of its own, and all joined, and then added, a vector more.
+    """
+    after, leaves = lax.optimization_barrier(memory.reshape(-1)), [leaf for leaf in leaves if leaf.size]
+    starts = lax.optimization_barrier(jnp.asarray(starts_of([leaf.size for leaf in leaves]), jnp.int32))
+    for start, leaf in zip(starts, leaves, strict=True):
+        part, *rest = (lax.dynamic_slice_in_dim(x.reshape(-1), start, leaf.size) for x in (after, *others))
+        now = one(part, leaf.reshape(-1).astype(memory.dtype), *rest)
+        after = lax.dynamic_update_slice_in_dim(after, now, start, 0)
+    return after.reshape(memory.shape)
