@@ -128,9 +128,11 @@ SELECTED = {
 @pytest.mark.parametrize("name", CODED | SELECTED)
 @pytest.mark.parametrize("size", [5000, 33 * 1024])
 def test_a_payload_of_an_accelerator_is_that_of_a_cpu(name, size, target, seed):
-    """Bit for bit, with the same draws; and so is what it decodes to, alone and added up."""
+    """Bit for bit, with the same draws; and so is what it decodes to, alone and added up. Of rotated vectors the codes
+    are, and what is added up is within 64 units in the last place of the largest number."""
     compressor = (CODED | SELECTED)[name]
     x = np.random.default_rng([seed, size]).standard_normal(size).astype(np.float32)
+    x = np.round(x * 32) / 32 if name in CODED else x  # whose sums of squares are exact: each backend adds in its order
     state = compressor.init(jax.random.key(1), jnp.asarray(x))
 
     def both(x):
@@ -142,9 +144,14 @@ def test_a_payload_of_an_accelerator_is_that_of_a_cpu(name, size, target, seed):
         return payload, compressor.decompress(payload, state.shared, x), jc.backend.made(added)
 
     of_cpu, other = jax.jit(both)(x), made_for(target, both, x)
-    for a, b in zip(jax.tree.leaves(of_cpu[:2]), jax.tree.leaves(other[:2]), strict=True):
-        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
-    np.testing.assert_array_equal(of_cpu[2], other[2])  # but for signs of zeros: 0 + x is compiled as x
+    for number, (one, another) in enumerate(zip(of_cpu, other, strict=True)):
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(another), strict=True):
+            if name == "eden" and a.dtype == np.float32:
+                np.testing.assert_allclose(a, b, rtol=0, atol=2.0**-18 * np.max(np.abs(a)))
+            elif number < 2:
+                np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+            else:
+                np.testing.assert_array_equal(a, b)  # but for signs of zeros: 0 + x is compiled as x
 
 
 @pytest.mark.sampled

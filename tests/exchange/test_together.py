@@ -93,3 +93,32 @@ def test_keys_are_used_once(under, monkeypatch):
 
 def test_only_on_gpus():
     assert backend.rows_at_once() == 1
+
+
+STACKED = {
+    "top_k": jc.top_k(0.05),
+    "sidco": jc.sidco(0.05),
+    "skcompress": jc.skcompress(jc.top_k(0.05)),
+    "dithering": jc.dithering(15),
+    "int4": jc.block_scaled("int4"),
+}
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_rows_of_a_stack_at_once_are_those_of_a_cpu_in_turn(name, monkeypatch):
+    """Also where types tell what differs between workers: there JAX cannot map a `lax.cond` whose operands do not
+    differ while its condition does."""
+    tx = jc.compressed_mean(jc.error_feedback(jc.per_leaf(STACKED[name])), "data")
+    like = {f"w{i}": jnp.zeros((64, 64)) for i in range(3)}
+    mesh = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices()[:WORKERS])
+    drawn = np.round(32 * np.random.default_rng(0).normal(size=(WORKERS, 64, 64)))  # sums of squares are exact
+    grads = {leaf: ((i + 1) * drawn).astype(np.float32) for i, leaf in enumerate(like)}
+    found = []
+    for target in ("cpu", "gpu"):
+        monkeypatch.setattr(backend, "platform", lambda mesh=None: target)  # noqa: B023
+        state, specs = jc.init_state(tx, like, mesh, "data")
+        update = lambda g, state: tx.update(jax.tree.map(lambda x: x[0], g), state)
+        step = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=(jax.P("data"), specs), out_specs=(jax.P(), specs)))
+        out, state = step(jax.device_put(grads, jax.NamedSharding(mesh, jax.P("data"))), state)
+        found.append((out, state.local))
+    jax.tree.map(np.testing.assert_array_equal, *found)
