@@ -356,7 +356,12 @@ def side_by_side(words: Sequence[Array]) -> Array:
     return backend_cpu.side_by_side(words) if platform() == "cpu" else jnp.concatenate(words, axis=-1)
 
 
-def cut_apart(vector: "Array | SparseSum", sizes: Sequence[int], dtypes: Sequence[Any] = ()) -> list[Array]:
+def cut_apart(
+    vector: "Array | SparseSum",
+    sizes: Sequence[int],
+    dtypes: Sequence[Any] = (),
+    shapes: Sequence[tuple[int, ...]] = (),
+) -> list[Array]:
     """Consecutive pieces of a vector, or of each row [..., d]; what is left of it is dropped.
 
     dtypes: of the leaves that the pieces will be, to which those of a `SparseSum` may have been rounded already.
@@ -373,7 +378,7 @@ def cut_apart(vector: "Array | SparseSum", sizes: Sequence[int], dtypes: Sequenc
     if platform() == "gpu":
         return backend_gpu.cut_apart(vector, sizes)
     if platform() == "tpu" and (vector.ndim == 2 or vector.size >= LONG):
-        return backend_tpu.cut_apart(vector, sizes)
+        return backend_tpu.cut_apart(vector, sizes, shapes)
     starts = zip(backend_cpu.starts_of(sizes), sizes, strict=True)
     return [lax.slice_in_dim(vector, start, start + size, axis=-1) for start, size in starts]
 

@@ -113,26 +113,37 @@ def running(join: Callable[[Array, Array], Array], x: Array) -> Array:
 
 
 def over_rows(function: Callable[..., Tree], *rows: Tree, length: int) -> Tree:
-    """Over some rows at a time (`SORTED`): to sort them takes six times their memory."""
+    """Over some rows at a time (`SORTED`): to sort them takes six times their memory. The last ones overlap with those
+    before them: for a rest by itself all rows would be laid out a second time.
+    """
     count, most = jax.tree.leaves(rows)[0].shape[0], max(1, SORTED // max(length, 1))
     if count <= most:
         return jax.vmap(function)(*rows)
-    few = -(-count // most)
-    # Batches of equal size, where that can be: for a rest all rows would be laid out a second time.
-    several = next((count // parts for parts in range(few, 2 * few) if count % parts == 0), most)
-    return lax.map(lambda row: function(*row), rows, batch_size=several)
+    times = -(-count // most)
+    some = lambda start: jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, most), rows)
+    starts = jnp.minimum(lax.iota(jnp.int32, times) * most, count - most)
+    found = lax.map(lambda start: jax.vmap(function)(*some(start)), starts)
+    whole = lambda a: a[:-1].reshape(-1, *a.shape[2:])
+    return jax.tree.map(lambda a: jnp.concatenate([whole(a), a[-1, times * most - count :]]), found)
 
 
-def cut_apart(vector: Array, sizes: Sequence[int]) -> list[Array]:
+def cut_apart(vector: Array, sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()) -> list[Array]:
     """Columns of [n, m] are cut out of its rows of lanes: XLA would lay out all of the n side by side for it. And a
-    long vector in rows of each length that leaves have, to take them from there.
+    long vector in rows of each length that leaves have, to take them from there: so a leaf is cut out before it has its
+    shape, and has that before the next one is cut out, or all would be there in both forms.
     """
-    starts = zip(starts_of(sizes), sizes, strict=True)
+    starts = list(zip(starts_of(sizes), sizes, strict=True))
     if vector.ndim == 2 and vector.shape[1] % LANES == 0:
         rows = lax.optimization_barrier(in_rows(vector))
         return [_columns(rows, start, start + size) for start, size in starts]
-    pieces = [lax.slice_in_dim(vector, start, start + size, axis=-1) for start, size in starts]
-    return lax.optimization_barrier(pieces) if vector.ndim == 1 else pieces
+    if vector.ndim > 1:
+        return [lax.slice_in_dim(vector, start, start + size, axis=-1) for start, size in starts]
+    leaves = []
+    for (start, size), shape in zip(starts, shapes or [(size,) for size in sizes], strict=True):
+        piece = lax.optimization_barrier(lax.slice_in_dim(vector, start, start + size))
+        leaf, vector = lax.optimization_barrier((lax.reshape(piece, shape), vector))
+        leaves.append(leaf)
+    return leaves
 
 
 def _columns(rows: Array, start: int, end: int) -> Array:

@@ -32,6 +32,7 @@ __all__ = [
     "AS_IT_IS",
     "DEFAULT",
     "DENSE_BELOW",
+    "FILLED_IF_LONG",
     "FIXED",
     "WHOLE_BLOCKS",
     "Buckets",
@@ -88,6 +89,8 @@ class Layout:
     multiple: with "tree", long vectors are filled up with zeros to a multiple of so many entries: with a shorter last
         block codes of few bits take several times as long, and a shorter last chunk makes a copy of the vector. 1024,
         which the usual blocks and words divide, is `WHOLE_BLOCKS`.
+    filled_from: only vectors of so many entries or more are. `FILLED_IF_LONG`, for compressors that send a share of the
+        entries, fills those of 2^22 and more, by a 4096th at most: a TPU lays vectors of other lengths out anew.
     longest: with "tree", leaves with more entries together are several vectors. One leaf with more is cut into equal
         rows; longer chunks are refused. Leaves of "shape" stay whole: they are matrices, of which no entry is numbered.
     alone: with "tree", so many of the largest leaves, of at least 2^18 entries and of at most four sizes, are vectors
@@ -103,6 +106,7 @@ class Layout:
     bucket_bytes: int | None = None
     bucket_order: tuple[str, ...] = ()
     multiple: int = 1
+    filled_from: int = 0
     longest: int = LONGEST
     alone: int = 0
     parts: tuple[tuple[Any, "Layout"], ...] = ()
@@ -119,6 +123,7 @@ class Layout:
 
 
 DEFAULT, WHOLE_BLOCKS, FIXED = Layout(), Layout(multiple=1024), Layout(fixed=True)
+FILLED_IF_LONG = dataclasses.replace(WHOLE_BLOCKS, filled_from=2**22)
 
 
 class Group(NamedTuple):
@@ -400,7 +405,7 @@ def _shape(size: int, layout: Layout) -> tuple[int, ...]:
     rows = -(-size // layout.longest)
     if rows > 1:
         return rows, row_size(size, rows)
-    return (-(-size // layout.multiple) * layout.multiple if size >= LONG else size,)
+    return (-(-size // layout.multiple) * layout.multiple if size >= max(LONG, layout.filled_from) else size,)
 
 
 def _runs(members: list[int], leaves: dict[int, Any], longest: int) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """Layouts: trees as few groups of leaves, and back."""
 
 import collections
+import dataclasses
 import warnings
 
 import jax
@@ -15,7 +16,7 @@ from worlds import AXIS, mesh_of
 import jaxcomp as jc
 from jaxcomp import backend_cpu, groups
 from jaxcomp.compressors.tree import layout_of
-from jaxcomp.groups import Layout, groups_of, join, split
+from jaxcomp.groups import FILLED_IF_LONG, Layout, groups_of, join, split
 
 _rng = np.random.default_rng(0)
 _array = lambda *shape, dtype=jnp.float32: jnp.asarray(_rng.standard_normal(shape), dtype)
@@ -306,6 +307,28 @@ def test_long_vectors_of_narrow_codes_are_filled_up(code, bare, monkeypatch, see
         np.testing.assert_array_equal(got, roundtrip(code, x, jax.random.key(0))[0])
     else:
         assert 0 < np.linalg.norm(got - x) < 2 * np.sqrt(code.spec.omega(5120)) * np.linalg.norm(x)
+
+
+@pytest.mark.parametrize(
+    "compressor", [jc.top_k(k=50), jc.sidco(0.01), jc.dagc([1], 0.01), jc.skcompress(jc.top_k(k=50))]
+)
+def test_what_selects_entries_fills_up_only_vectors_to_which_that_adds_next_to_nothing(compressor):
+    for codes in (compressor, jc.flat(compressor), jc.compose(jc.top_k(k=50), jc.dithering(7))):
+        for size, filled in ((2**22 - 5, 2**22 - 5), (2**22 + 5, 2**22 + 1024)):
+            leaf = {"w": jax.ShapeDtypeStruct((size,), jnp.float32)}
+            assert groups_of(layout_of(jc.direct(codes)), leaf).like[0].shape == (filled,)
+
+
+@pytest.mark.parametrize("compressor", [jc.top_k(k=50), jc.compose(jc.top_k(k=50), jc.cast("bfloat16"))])
+def test_of_a_vector_that_is_filled_up_the_same_is_selected(compressor, monkeypatch):
+    monkeypatch.setattr(groups, "LONG", 2000)
+    monkeypatch.setattr(backend_cpu, "LONG", 2000)
+    tree = {"a": jnp.arange(2501.0).reshape(41, 61), "b": jnp.arange(2502.0)}
+    layout = dataclasses.replace(FILLED_IF_LONG, filled_from=0)
+    filled = compressor._replace(spec=compressor.spec._replace(layout=layout))
+    (want, _), (got, state) = (directions_of(jc.error_feedback(c), tree, 4) for c in (compressor, filled))
+    assert [x.shape for x in jax.tree.leaves(state.local.algorithm)] == [(1, 5120)]
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def directions_of(algorithm, tree, rounds=2):

@@ -122,7 +122,7 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
     name = f"compose({first.name}, {second.name})"
     spec = Spec(name, omega, alpha, first.linear and second.linear, weights=first.weights)
     own = first.layout or DEFAULT
-    spec = spec._replace(layout=Layout(fixed=own.fixed, multiple=own.multiple))
+    spec = spec._replace(layout=Layout(fixed=own.fixed, multiple=own.multiple, filled_from=own.filled_from))
     return _composed(outer, inner, spec)
 
 

@@ -22,6 +22,7 @@ from jaxcomp.base import Compressor, Lengths, Spec, State, left, on_vectors
 from jaxcomp.compressors.sidco import sidco
 from jaxcomp.compressors.sparsify import entries_of, largest_indices, top_k
 from jaxcomp.factories import factory
+from jaxcomp.groups import FILLED_IF_LONG
 from jaxcomp.payloads import Sparse
 from jaxcomp.select import indices_of_words, marked_above, take, top_set
 
@@ -223,6 +224,7 @@ def _compressor(
             alpha=alpha,
             linear=False,
             selects=True,
+            layout=FILLED_IF_LONG,
             weights=tuple(float(w) for w in weights),
         ),
     )

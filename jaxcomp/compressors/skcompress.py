@@ -204,6 +204,7 @@ def _compressor(name: str, selector: Compressor, coder: Coder, q: int, rows: int
             omega=None,
             alpha=None if remedy or selector.spec.alpha is None else alpha,
             linear=False,
+            layout=selector.spec.layout,
             weights=selector.spec.weights,
             remedy=remedy,
         ),

@@ -12,6 +12,7 @@ from jaxcomp.backend import mapped_as
 from jaxcomp.base import Compressor, Spec, State, on_vectors
 from jaxcomp.compressors.schedule import Ratio, shown, target_of
 from jaxcomp.factories import factory
+from jaxcomp.groups import FILLED_IF_LONG
 from jaxcomp.payloads import Sparse
 from jaxcomp.select import largest, largest_in_row, magnitude, take
 
@@ -100,6 +101,7 @@ def top_k(ratio: Ratio | None = None, *, k: int | None = None, peak: float | Non
             alpha=lambda d: target.least(d) / d if d else 1.0,
             linear=False,
             selects=True,
+            layout=FILLED_IF_LONG,
         ),
         by_row_from=UNSORTED_FROM,
     )

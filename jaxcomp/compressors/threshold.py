@@ -18,6 +18,7 @@ from jaxcomp.arrays import wide
 from jaxcomp.base import Compressor, Left, Spec, State, on_vectors
 from jaxcomp.compressors.schedule import Target
 from jaxcomp.compressors.sparsify import entries_of
+from jaxcomp.groups import FILLED_IF_LONG
 from jaxcomp.payloads import Sparse
 from jaxcomp.select import indices_of_words, marked_above, take, top_set
 
@@ -107,7 +108,9 @@ def by_threshold(
         entries=entries_of,
         advance=target.advance,
         overflow=lambda local: Left(local.overflow, local.searches),
-        spec=Spec(name, omega=None, alpha=lambda d: alpha(d) if d else 1.0, linear=False, selects=True),
+        spec=Spec(
+            name, omega=None, alpha=lambda d: alpha(d) if d else 1.0, linear=False, selects=True, layout=FILLED_IF_LONG
+        ),
     )
 
 

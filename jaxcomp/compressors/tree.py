@@ -127,7 +127,8 @@ def flat(compressor: Compressor) -> Compressor:
     [0. 0.] 3.0 [2]
     """
     own = check_compressor("flat", compressor).layout or DEFAULT
-    return _of_trees("flat", compressor, Layout("tree", 0, single=True, multiple=own.multiple))
+    layout = Layout("tree", 0, single=True, multiple=own.multiple, filled_from=own.filled_from)
+    return _of_trees("flat", compressor, layout)
 
 
 def _of_trees(name: str, compressor: Compressor, layout: Layout) -> Compressor:
