@@ -35,6 +35,7 @@ __all__ = [
 Array = jax.Array
 Tree = Any
 LANES = 128  # an array with a shorter last axis is padded to them in memory
+FEW = 8  # short rows side by side in one of lanes
 SORTED = 2**22  # entries of rows that are sorted at once
 ON_CHIP = 2**24  # entries of f32 that the memory on the chip (128 MiB on a v5e) holds twice
 
@@ -62,21 +63,39 @@ def of_short_rows(of: Callable[[Array], Tree], x: Array, length: int) -> Tree:
 
 
 def to_short_rows(each: Array, length: int) -> Array:
-    """Rows that are a part of the lanes are made in columns. Of rows that fill several rows of lanes each number is
-    repeated for these first: broadcast to all entries at once it would be an array in another order, and copied.
+    """The numbers are turned into those of rows of lanes first, and each row takes its own in the loop that reads them:
+    broadcast to all entries at once they would be an array in another order, and copied. Of many short rows in one of
+    lanes the entries are made in columns.
     """
-    if each.size and _is_short(length):
+    if each.size and _is_short(length) and LANES // length > FEW:
         rows = jnp.pad(each, (0, -each.size % LANES)).reshape(-1, LANES)
         columns = jnp.broadcast_to(rows.T[:, None], (LANES, length, rows.shape[0]))
         return of_columns(columns.reshape(LANES * length, -1))[: each.size * length]
+    if each.size and _is_short(length):
+        return _side_by_side(each, length)
     count = length // LANES
     if not each.size or length % LANES or LANES % count:
         return jnp.broadcast_to(each[:, None], (each.size, length)).reshape(-1)
     few = LANES // count
     columns = jnp.pad(each, (0, -each.size % few)).reshape(-1, few).T
     columns = jnp.broadcast_to(columns[:, None], (few, count, columns.shape[1]))
-    rows = lax.optimization_barrier(columns.reshape(LANES, -1).T.reshape(-1)[: each.size * count])
-    return jnp.broadcast_to(rows[:, None], (rows.size, LANES)).reshape(-1)
+    return _in_lanes(columns.reshape(LANES, -1).T.reshape(-1)[: each.size * count]).reshape(-1)
+
+
+def _side_by_side(each: Array, length: int) -> Array:
+    """Of few rows side by side in the lanes each takes its number where it stands."""
+    few, count = LANES // length, -(-each.size * length // LANES)
+    columns = jnp.pad(each, (0, -each.size % LANES)).reshape(-1, LANES).T.reshape(length, few, -1)
+    first, *others = (_in_lanes(columns[:, i].T.reshape(-1)[:count]) for i in range(few))
+    place = lax.broadcasted_iota(jnp.int32, first.shape, 1) // length
+    for i, other in enumerate(others, 1):
+        first = jnp.where(place == i, other, first)
+    return first.reshape(-1)[: each.size * length]
+
+
+def _in_lanes(each: Array) -> Array:
+    """A number of each row of lanes, in all of them: [m] -> [m, LANES]."""
+    return jnp.broadcast_to(lax.optimization_barrier(each)[:, None], (each.size, LANES))
 
 
 def _is_short(length: int) -> bool:

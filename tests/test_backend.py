@@ -15,11 +15,24 @@ import jaxcomp as jc
 from experiments.bench.trees import temporary, update_of
 from jaxcomp import backend, backend_gpu, backend_tpu
 from jaxcomp.arrays import bounded, like_of
-from jaxcomp.backend import LONG, Pieces, SparseSum, accumulated, cut_apart, joined, running, shared_program
+from jaxcomp.backend import (
+    LONG,
+    Pieces,
+    SparseSum,
+    accumulated,
+    along_rows,
+    cut_apart,
+    joined,
+    of_short_rows,
+    running,
+    shared_program,
+    to_short_rows,
+)
 from jaxcomp.backend_cpu import FEW
 from jaxcomp.base import State, accumulate, entries, for_worker
 from jaxcomp.exchange import collectives, driver
 from jaxcomp.groups import Layout, groups_of, split
+from jaxcomp.norms import block_norms
 
 SIZES = [5, 1, 0, 40, 7]
 
@@ -451,3 +464,20 @@ def test_columns_that_a_tpu_cuts_out_of_rows_of_lanes(sizes, seed):
     rows = np.random.default_rng(seed).normal(size=(3, 768)).astype(np.float32)
     cut = made_for("tpu", lambda rows: cut_apart(rows, sizes), jnp.asarray(rows))
     jax.tree.map(np.testing.assert_array_equal, cut, np.split(rows, np.cumsum(sizes), axis=1)[: len(sizes)])
+
+
+@pytest.mark.parametrize("length", [8, 16, 32, 64, 96, 128, 256, 384, 512, 4096, 16384, 20480])
+@pytest.mark.parametrize("count", [0, 1, 3, 127, 300])
+def test_numbers_of_rows_on_a_tpu_are_those_of_numpy(count, length, seed):
+    """Repeated over the entries of their rows, added up and compared along them; sums of integers are exact."""
+    rng = np.random.default_rng(seed)
+    each, rows = rng.normal(size=count).astype(np.float32), rng.integers(-9, 9, (count, length)).astype(np.float32)
+    both = lambda each, rows: (to_short_rows(each, length), along_rows(jnp.sum, rows), along_rows(jnp.max, rows))
+    repeated, sums, most = made_for("tpu", both, jnp.asarray(each), jnp.asarray(rows))
+    np.testing.assert_array_equal(repeated, np.repeat(each, length))
+    np.testing.assert_array_equal(sums, rows.sum(axis=1))
+    np.testing.assert_array_equal(most, rows.max(axis=1, initial=-np.inf))
+    norms = made_for(
+        "tpu", lambda x: of_short_rows(lambda rows: block_norms(rows, 2), x, length), jnp.asarray(rows.ravel())
+    )
+    np.testing.assert_array_equal(norms, np.sqrt((rows**2).sum(axis=1)))
