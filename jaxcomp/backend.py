@@ -60,6 +60,7 @@ __all__ = [
     "not_before",
     "of_entries",
     "of_short_rows",
+    "one_of",
     "only_if",
     "over_rows",
     "platform",
@@ -271,6 +272,17 @@ def only_if(condition: Array, function: Callable[..., Tree], x: Tree, *operands:
         return lax.cond(condition, function, lambda x, *_: x, x, *operands)
     step = lambda carry: (carry[0] & False, function(carry[1], *operands))
     return lax.while_loop(lambda carry: carry[0], step, (condition, x))[1]
+
+
+def one_of(condition: Array, yes: Callable[..., Tree], no: Callable[..., Tree], *operands: Any) -> Tree:
+    """yes(*operands) where the condition holds, which it nearly always does, else no(*operands), which is little.
+
+    A GPU, whose host would wait for the condition, computes both. And where types tell what differs between workers JAX
+    (0.10.2) maps no `lax.cond` whose condition differs and one of whose operands does not.
+    """
+    if platform() != "gpu":
+        return lax.cond(condition, yes, no, *operands)
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes(*operands), no(*operands))
 
 
 def either(now: Any, yes: Callable[..., Tree], no: Callable[..., Tree], x: Tree, *operands: Any) -> Tree:

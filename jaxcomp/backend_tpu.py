@@ -83,7 +83,7 @@ def to_short_rows(each: Array, length: int) -> Array:
 
 
 def _side_by_side(each: Array, length: int) -> Array:
-    """Of few rows side by side in the lanes each takes its number where it stands."""
+    """Each of a few rows that stand side by side in the lanes takes its number there."""
     few, count = LANES // length, -(-each.size * length // LANES)
     columns = jnp.pad(each, (0, -each.size % LANES)).reshape(-1, LANES).T.reshape(length, few, -1)
     first, *others = (_in_lanes(columns[:, i].T.reshape(-1)[:count]) for i in range(few))
@@ -178,7 +178,7 @@ def in_rows(messages: Array) -> Array:
 
 
 def zeros_if_shape(total: Tree, messages: Tree) -> Tree:
-    """Of short vectors the zeros are made once the messages are there, or those of all leaves would be there before any
+    """The zeros of short vectors are made once the messages are there, or those of all leaves would be there before any
     message is. Those of a longer vector would be a pass.
     """
     if not is_shapes(total):

@@ -29,6 +29,8 @@ def _row(like: Any) -> jax.ShapeDtypeStruct:
 def rows(one: Compressor) -> Compressor:
     """C(X)_i = C(X_i) for each row i of a stack, one row after the other.
 
+    On a GPU codes and sparse messages are made of all rows at once; other compressors may hold a row in several forms.
+
     Each row has its own state and its own keys. The payload has a leading axis of rows on all arrays. omega and alpha
     are those of a row, and so of all.
 
@@ -37,6 +39,7 @@ def rows(one: Compressor) -> Compressor:
     """
     # A row is cut out of the stack once, before the call; each pass over it would else cut it out again.
     compress_one = one.compress if one.spec.linear else shared_program(one.compress)
+    over_rows = in_turn if one.spec.entrywise or one.entries is not None else lax.map
 
     def init(shared_key, like):
         keys = jax.random.split(shared_key, like.shape[0])
@@ -50,7 +53,7 @@ def rows(one: Compressor) -> Compressor:
         check_pair(one.spec.name, made, first[2])
         kinds = jax.tree.map(lambda a: a.dtype, made[0])
 
-        # One after the other: under vmap each `lax.cond` of a compressor would take both ways, sixfold the time. As
+        # In turn on CPUs, where under vmap each `lax.cond` of a compressor would take both ways, sixfold the time. As
         # words: XLA for CPU widens a whole array of narrow floats to write a part of it in a loop, and back.
         # Keys as words: jax_debug_key_reuse takes mapped keys for used ones where workers are mapped, too.
         def row(args):
@@ -58,7 +61,7 @@ def rows(one: Compressor) -> Compressor:
             payload, local = compress_one(jax.random.wrap_key_data(words, impl=jax.random.key_impl(key)), *others)
             return jax.tree.map(as_words, payload), local
 
-        payload, local = in_turn(row, (jax.random.key_data(keys), *args[1:]))
+        payload, local = over_rows(row, (jax.random.key_data(keys), *args[1:]))
         return jax.tree.map(lax.bitcast_convert_type, payload, kinds), Rows(local)
 
     def decompress(payload, shared, like):
@@ -66,9 +69,9 @@ def rows(one: Compressor) -> Compressor:
 
     def add(total, payloads, weights, shared):
         total, by_row = zeros_if_shape(total, payloads), jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), payloads)
-        return in_turn(lambda args: accumulate(one, args[0], args[1], weights, args[2]), (total, by_row, shared.rows))
+        return over_rows(lambda args: accumulate(one, args[0], args[1], weights, args[2]), (total, by_row, shared.rows))
 
-    def over(function):
+    def of_shared(function):
         """The same function of the shared state of each row."""
         return lambda shared, *args: Rows(jax.vmap(lambda row: function(one, row, *args))(shared.rows))
 
@@ -81,8 +84,8 @@ def rows(one: Compressor) -> Compressor:
         decompress,
         one.spec._replace(rows=one, layout=None, lifted=None),
         accumulate=add,
-        advance=None if one.advance is None else over(advance),
-        for_worker=None if one.for_worker is None else over(for_worker),
+        advance=None if one.advance is None else of_shared(advance),
+        for_worker=None if one.for_worker is None else of_shared(for_worker),
         overflow=None if one.overflow is None else left_over,
     )
 

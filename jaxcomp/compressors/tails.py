@@ -20,7 +20,7 @@ from jax import lax
 from jax.scipy.special import gammaincc, gammaln
 
 from jaxcomp.arrays import finite, wide
-from jaxcomp.backend import only_if
+from jaxcomp.backend import one_of
 from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.select import count_above, excess_above, magnitude
 
@@ -170,10 +170,10 @@ def fitted(x: Array, law: str, fit: Callable[[Sample], Any], otherwise: Callable
     total, present = excess_above(y, zero, count_above(y, zero))
     mean = total / jnp.maximum(present, 1).astype(total.dtype)
 
-    def taken(_, y, mean):
+    def taken(y, mean):
         exponent = exponent_of(mean) if law != "exponential" else jnp.zeros((), jnp.int32)
         scale, unit = power_of_two(-exponent, mean.dtype), power_of_two(exponent, mean.dtype)
         return fit(Sample(y, mean, present, unit, None if law == "exponential" else scale))
 
     plain = jnp.isfinite(total) & (mean > 2.0 ** (jnp.finfo(mean.dtype).minexp + 10))
-    return only_if(plain, taken, otherwise(jnp.zeros_like(mean), present), y, mean)
+    return one_of(plain, taken, lambda y, mean: otherwise(jnp.zeros_like(mean), present), y, mean)

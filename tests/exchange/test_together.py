@@ -122,3 +122,21 @@ def test_rows_of_a_stack_at_once_are_those_of_a_cpu_in_turn(name, monkeypatch):
         out, state = step(jax.device_put(grads, jax.NamedSharding(mesh, jax.P("data"))), state)
         found.append((out, state.local))
     jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+@pytest.mark.parametrize("how", ["vmap", "stack"])
+def test_dagc_with_sidco_is_mapped_on_a_gpu(how, monkeypatch):
+    """Its ratio differs between workers, and so between rows that are mapped."""
+    compressor = jc.dagc([1, 2, 3], 0.05, sparsifier=jc.sidco)
+    compressor = jc.per_leaf(compressor) if how == "stack" else compressor
+    tx = jc.compressed_mean(jc.error_feedback(compressor), "data")
+    like = {"a": jnp.zeros((64, 64)), "b": jnp.zeros((64, 64))}
+    draw = np.random.default_rng(0)
+    grads = jax.tree.map(lambda x: jnp.asarray(draw.normal(size=(3, *x.shape)), x.dtype), like)
+    found = []
+    for target in ("cpu", "gpu"):
+        monkeypatch.setattr(backend, "platform", lambda mesh=None: target)  # noqa: B023
+        state, axes = jc.init_state(tx, like, 3, "data")
+        step = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data")
+        found.append(jax.jit(step)(grads, state)[0])
+    jax.tree.map(np.testing.assert_array_equal, *found)
