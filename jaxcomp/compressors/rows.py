@@ -39,7 +39,7 @@ def rows(one: Compressor) -> Compressor:
     """
     # A row is cut out of the stack once, before the call; each pass over it would else cut it out again.
     compress_one = one.compress if one.spec.linear else shared_program(one.compress)
-    over_rows = in_turn if one.spec.entrywise or one.entries is not None else lax.map
+    of_each = in_turn if one.spec.entrywise or one.entries is not None else lax.map
 
     def init(shared_key, like):
         keys = jax.random.split(shared_key, like.shape[0])
@@ -61,7 +61,7 @@ def rows(one: Compressor) -> Compressor:
             payload, local = compress_one(jax.random.wrap_key_data(words, impl=jax.random.key_impl(key)), *others)
             return jax.tree.map(as_words, payload), local
 
-        payload, local = over_rows(row, (jax.random.key_data(keys), *args[1:]))
+        payload, local = of_each(row, (jax.random.key_data(keys), *args[1:]))
         return jax.tree.map(lax.bitcast_convert_type, payload, kinds), Rows(local)
 
     def decompress(payload, shared, like):
@@ -69,7 +69,7 @@ def rows(one: Compressor) -> Compressor:
 
     def add(total, payloads, weights, shared):
         total, by_row = zeros_if_shape(total, payloads), jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), payloads)
-        return over_rows(lambda args: accumulate(one, args[0], args[1], weights, args[2]), (total, by_row, shared.rows))
+        return of_each(lambda args: accumulate(one, args[0], args[1], weights, args[2]), (total, by_row, shared.rows))
 
     def of_shared(function):
         """The same function of the shared state of each row."""
