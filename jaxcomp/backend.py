@@ -70,6 +70,7 @@ __all__ = [
     "side_by_side",
     "step_in_place",
     "to_short_rows",
+    "whole_vectors",
     "zeros_if_shape",
 ]
 
@@ -146,6 +147,13 @@ def materialized(tree: Tree) -> Tree:
     It does nothing on CPUs, where XLA drops barriers; there `fold_in_one_pass` sees to it for sums.
     """
     return tree if platform() == "cpu" else lax.optimization_barrier(tree)
+
+
+def whole_vectors(tree: Tree) -> Tree:
+    """Arrays of a state, before they get axes of workers. XLA for TPUs would else give these to all that a vector is
+    joined of, and lay it out anew: two gradients with `ef21` and `majority_vote`.
+    """
+    return lax.optimization_barrier(tree) if platform() == "tpu" else tree
 
 
 def recomputes(grads: Sequence[Any]) -> bool:

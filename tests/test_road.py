@@ -114,8 +114,8 @@ ROAD = ["transforms/compressed_mean.py", "exchange/driver.py", "groups.py"]
 ERROR_FEEDBACK = ["algorithms/error_feedback.py", "compressors/sparsify.py", "select.py", "exchange/routes/route.py"]
 DIRECT = ["algorithms/direct.py", "compressors/dense.py", "exchange/routes/route.py"]
 ROADS = {
-    "error_feedback(top_k)": (ROAD + ERROR_FEEDBACK, Walk([""] * 15, 216, 166, 317)),
-    "direct(identity)": (ROAD + DIRECT, Walk([""] * 12, 164, 96, 222)),
+    "error_feedback(top_k)": (ROAD + ERROR_FEEDBACK, Walk([""] * 15, 217, 167, 319)),
+    "direct(identity)": (ROAD + DIRECT, Walk([""] * 12, 166, 97, 224)),
 }
 
 

@@ -30,6 +30,7 @@ from jaxcomp.backend import (
     materialized,
     rows_at_once,
     shared_program,
+    whole_vectors,
 )
 from jaxcomp.base import (
     Algorithm,
@@ -596,7 +597,7 @@ def closed(local: MeanLocal, shared: MeanShared, about: Description) -> MeanStat
     """Inverse of `Exchange._opened`: the state as it is kept, with leading axes."""
     place = about.placement
     shared = with_worker_axis(shared, place.outer) if place.outer else shared
-    return MeanState(with_worker_axis(local, place.every), shared, about)
+    return MeanState(with_worker_axis(whole_vectors(local), place.every), shared, about)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -129,6 +129,8 @@ STEPS = {
     "int4": (lambda: jc.error_feedback(jc.block_scaled("int4")), 2.2),
     "dithering": (lambda: jc.direct(jc.dithering(7)), 0.7),
     "sparse_loco": (lambda: jc.sparse_loco(), 1.15),
+    "ef21": (lambda: jc.ef21(jc.top_k(0.001)), 3.2),  # 5.0 where its vectors got the axis of workers leaf by leaf
+    "majority_vote": (jc.majority_vote, 1.4),  # 3.5, likewise
     "float8": (lambda: jc.error_feedback(jc.cast("float8_e4m3fn")), 4.0),  # 9.5 with all messages at once
     "natural": (lambda: jc.direct(jc.natural()), 6.6),  # 12.8 with each message in a pass of its own
 }
