@@ -157,8 +157,10 @@ def cut_apart(vector: Array, sizes: Sequence[int], shapes: Sequence[tuple[int, .
         return [_columns(rows, start, start + size) for start, size in starts]
     if vector.ndim > 1:
         return [lax.slice_in_dim(vector, start, start + size, axis=-1) for start, size in starts]
+    if not shapes:
+        return lax.optimization_barrier([lax.slice_in_dim(vector, start, start + size) for start, size in starts])
     leaves = []
-    for (start, size), shape in zip(starts, shapes or [(size,) for size in sizes], strict=True):
+    for (start, size), shape in zip(starts, shapes, strict=True):
         piece = lax.optimization_barrier(lax.slice_in_dim(vector, start, start + size))
         leaf, vector = lax.optimization_barrier((lax.reshape(piece, shape), vector))
         leaves.append(leaf)
