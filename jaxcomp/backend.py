@@ -49,7 +49,7 @@ __all__ = [
     "in_parts",
     "in_place",
     "in_tiles",
-    "in_turn",
+    "for_each_row",
     "is_lazy",
     "joined",
     "lanes",
@@ -244,7 +244,7 @@ def running(join: Callable[[Array, Array], Array], x: Array) -> Array:
     return jnp.cumsum(x, -1, x.dtype) if join is jnp.add else lax.cummax(x, x.ndim - 1)
 
 
-def in_turn(function: Callable[[Tree], Tree], rows: Tree) -> Tree:
+def for_each_row(function: Callable[[Tree], Tree], rows: Tree) -> Tree:
     """function(row) for each row of stacked arrays: on a GPU all at once, elsewhere one after another."""
     return jax.vmap(function)(rows) if platform() == "gpu" else lax.map(function, rows)
 

@@ -35,7 +35,7 @@ __all__ = [
 Array = jax.Array
 Tree = Any
 LANES = 128  # an array with a shorter last axis is padded to them in memory
-FEW = 8  # short rows side by side in one of lanes
+FEW = 8  # short rows side by side in a row of lanes, each of which is another choice for every entry
 SORTED = 2**22  # entries of rows that are sorted at once
 ON_CHIP = 2**24  # entries of f32 that the memory on the chip (128 MiB on a v5e) holds twice
 
@@ -64,15 +64,11 @@ def of_short_rows(of: Callable[[Array], Tree], x: Array, length: int) -> Tree:
 
 def to_short_rows(each: Array, length: int) -> Array:
     """The numbers are turned into those of rows of lanes first, and each row takes its own in the loop that reads them:
-    broadcast to all entries at once they would be an array in another order, and copied. Of many short rows in one of
-    lanes the entries are made in columns.
+    broadcast to all entries at once they would be an array in another order, and copied. Where many short rows stand
+    in a row of lanes the entries are made in columns.
     """
-    if each.size and _is_short(length) and LANES // length > FEW:
-        rows = jnp.pad(each, (0, -each.size % LANES)).reshape(-1, LANES)
-        columns = jnp.broadcast_to(rows.T[:, None], (LANES, length, rows.shape[0]))
-        return of_columns(columns.reshape(LANES * length, -1))[: each.size * length]
     if each.size and _is_short(length):
-        return _side_by_side(each, length)
+        return (_side_by_side if LANES // length <= FEW else _by_columns)(each, length)
     count = length // LANES
     if not each.size or length % LANES or LANES % count:
         return jnp.broadcast_to(each[:, None], (each.size, length)).reshape(-1)
@@ -80,6 +76,13 @@ def to_short_rows(each: Array, length: int) -> Array:
     columns = jnp.pad(each, (0, -each.size % few)).reshape(-1, few).T
     columns = jnp.broadcast_to(columns[:, None], (few, count, columns.shape[1]))
     return _in_lanes(columns.reshape(LANES, -1).T.reshape(-1)[: each.size * count]).reshape(-1)
+
+
+def _by_columns(each: Array, length: int) -> Array:
+    """Entries that stand one below the other are turned into rows."""
+    rows = jnp.pad(each, (0, -each.size % LANES)).reshape(-1, LANES)
+    columns = jnp.broadcast_to(rows.T[:, None], (LANES, length, rows.shape[0]))
+    return of_columns(columns.reshape(LANES * length, -1))[: each.size * length]
 
 
 def _side_by_side(each: Array, length: int) -> Array:

@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.arrays import bounded, check_decoded, is_array, like_of, wide
-from jaxcomp.backend import add_each, cut_apart, form, in_turn, materialized, of_entries
+from jaxcomp.backend import add_each, cut_apart, form, for_each_row, materialized, of_entries
 from jaxcomp.checks import is_whole
 
 MOST = 2**31 - 1  # entries of an array: indices are i32, and d stands for padding
@@ -121,8 +121,8 @@ class Spec(NamedTuple):
     linear: payloads may be added: decompress(p + q) = decompress(p) + decompress(q).
     entrywise: an entry is decoded from few numbers of the payload; and of arrays that stand in the order of the vector
         (`payloads.per_tile`) only from those of its own tile of 1024 entries: others need not be there. So GPUs decode
-        each leaf by itself, from sections of the messages, add messages by a reduction, code equal vectors together
-        (under vmap; without a state), and code again what a narrow memory would have to keep.
+        each leaf by itself, from sections of the messages, add messages by a reduction, code equal vectors (without a
+        state) and the rows of a stack together (under vmap), and code again what a narrow memory would have to keep.
     selects: C(x) copies some entries of x and zeroes the rest (an orthogonal projection), and
         its payload has a field `values` with the copied entries.
     lifted: for a compressor of trees: how it lays them out, and what compresses each array.
@@ -764,7 +764,7 @@ def row_by_row(function: Callable) -> Callable:
                 *jax.tree.unflatten(tree, [next(rows) if b else a for a, b in zip(leaves, is_row, strict=True)])
             )
 
-        out = in_turn(one, [a for a, b in zip(leaves, is_row, strict=True) if b])
+        out = for_each_row(one, [a for a, b in zip(leaves, is_row, strict=True) if b])
         return out, jax.tree.map(lambda _: True, out)
 
     return mapped

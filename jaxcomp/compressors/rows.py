@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import as_words
-from jaxcomp.backend import in_turn, materialized, shared_program, zeros_if_shape
+from jaxcomp.backend import for_each_row, materialized, shared_program, zeros_if_shape
 from jaxcomp.backend_gpu import rows_apart
 from jaxcomp.base import Compressor, State, accumulate, advance, check_pair, for_worker, left, left_of
 
@@ -39,7 +39,7 @@ def rows(one: Compressor) -> Compressor:
     """
     # A row is cut out of the stack once, before the call; each pass over it would else cut it out again.
     compress_one = one.compress if one.spec.linear else shared_program(one.compress)
-    of_each = in_turn if one.spec.entrywise or one.entries is not None else lax.map
+    of_each = for_each_row if one.spec.entrywise or one.entries is not None else lax.map
 
     def init(shared_key, like):
         keys = jax.random.split(shared_key, like.shape[0])
