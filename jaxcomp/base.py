@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.arrays import bounded, check_decoded, is_array, like_of, wide
-from jaxcomp.backend import add_each, cut_apart, form, for_each_row, materialized, of_entries
+from jaxcomp.backend import add_each, cut_apart, for_each_row, form, materialized, of_entries
 from jaxcomp.checks import is_whole
 
 MOST = 2**31 - 1  # entries of an array: indices are i32, and d stands for padding
