@@ -42,6 +42,7 @@ __all__ = [
     "either",
     "end_to_end",
     "fast_if",
+    "flattened",
     "fold",
     "fold_in_one_pass",
     "fold_in_rows",
@@ -66,6 +67,7 @@ __all__ = [
     "platform",
     "rows_at_once",
     "running",
+    "running_in_rows",
     "shared_program",
     "side_by_side",
     "step_in_place",
@@ -116,6 +118,11 @@ def to_short_rows(each: Array, length: int) -> Array:
     if platform() == "tpu":
         return backend_tpu.to_short_rows(each, length)
     return jnp.broadcast_to(each[:, None], (each.size, length)).reshape(-1)
+
+
+def flattened(rows: Array) -> Array:
+    """Rows end to end: [b, m] -> [b m]."""
+    return backend_tpu.flattened(rows) if platform() == "tpu" else rows.reshape(-1)
 
 
 def along_rows(reduce: Callable[..., Array], rows: Array) -> Array:
@@ -238,10 +245,17 @@ def form(portable: Callable[..., Tree], *, on_cpu: Any = None, on_gpu: Any = Non
 
 
 def running(join: Callable[[Array, Array], Array], x: Array) -> Array:
-    """Running sums (`jnp.add`) or maxima (`jnp.maximum`) of integers along the last axis, in their dtype."""
+    """Running sums (`jnp.add`), or maxima (`jnp.maximum`) of integers, along the last axis, in their dtype."""
     if platform() == "tpu":
         return backend_tpu.running(join, x)
     return jnp.cumsum(x, -1, x.dtype) if join is jnp.add else lax.cummax(x, x.ndim - 1)
+
+
+def running_in_rows(join: Callable[[Array, Array], Array], x: Array, length: int) -> Array:
+    """The same in each of the rows of `length` entries that a vector holds one after the other: [b m] -> [b m]."""
+    if platform() == "tpu":
+        return backend_tpu.running_in_rows(join, x, length)
+    return running(join, x.reshape(x.size // max(length, 1), length)).reshape(-1)
 
 
 def for_each_row(function: Callable[[Tree], Tree], rows: Tree) -> Tree:

@@ -22,11 +22,13 @@ __all__ = [
     "added_by_leaf",
     "along_rows",
     "cut_apart",
+    "flattened",
     "in_rows",
     "of_columns",
     "of_short_rows",
     "over_rows",
     "running",
+    "running_in_rows",
     "to_columns",
     "to_short_rows",
     "zeros_if_shape",
@@ -94,6 +96,27 @@ def _side_by_side(each: Array, length: int) -> Array:
     for i, other in enumerate(others, 1):
         first = jnp.where(place == i, other, first)
     return first.reshape(-1)[: each.size * length]
+
+
+def flattened(rows: Array) -> Array:
+    """The entries of a few short rows in turn make a row of lanes: they are put there one below the other and turned.
+    As a reshape it is a program of megabytes, most of all for numbers of 8 and 16 bits.
+    """
+    count, length = rows.shape
+    if not rows.size or not _is_short(length):
+        return rows.reshape(-1)
+    few = LANES // length
+    columns = jnp.pad(rows, ((0, -count % few), (0, 0))).T.reshape(length, -1, few)
+    return jnp.moveaxis(columns, 2, 0).reshape(LANES, -1).T.reshape(-1)[: rows.size]
+
+
+def running_in_rows(join: Callable[[Array, Array], Array], x: Array, length: int) -> Array:
+    """Rows of lanes are turned into columns, in which a few short rows stand one below the other."""
+    if not x.size or not _is_short(length):
+        return running(join, x.reshape(-1, length)).reshape(-1)
+    columns = jnp.pad(x, (0, -x.size % LANES)).reshape(-1, LANES).T.reshape(LANES // length, length, -1)
+    each = jax.vmap(jax.vmap(functools.partial(running, join)), in_axes=-1, out_axes=-1)
+    return each(lax.optimization_barrier(columns)).reshape(LANES, -1).T.reshape(-1)[: x.size]
 
 
 def _in_lanes(each: Array) -> Array:

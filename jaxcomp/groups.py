@@ -272,7 +272,8 @@ def join(groups: Groups, arrays: tuple[Any, ...], like: Any = None) -> Any:
             pieces = array.leaves
         else:
             array = array if isinstance(array, SparseSum) else array.reshape(-1)
-            pieces = cut_apart(array, group.sizes, [dtypes[i] for i in group.leaves])
+            shapes = () if group.is_stack else [groups.shapes[i] for i in group.leaves]
+            pieces = cut_apart(array, group.sizes, [dtypes[i] for i in group.leaves], shapes)
         for i, piece in zip(group.leaves, pieces, strict=True):
             leaf = lax.reshape(piece, groups.shapes[i])
             leaves[i] = leaf if leaf.dtype == dtypes[i] else bounded(leaf, dtypes[i])

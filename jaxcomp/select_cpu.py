@@ -46,13 +46,14 @@ def first_bits(words: Array, count: Array) -> Array:
 
 
 def block_of_rank(counts: Array, capacity: int) -> tuple[Array, Array, Array]:
-    """Each block that is not empty writes its number at the rank of its first one: a scatter of unique targets. A
-    running maximum spreads it to the ranks that follow.
+    """Each block writes its number at the rank of its first one, of several that write there, all but the last of which
+    are empty, the last one. A running maximum spreads it to the ranks that follow. Ranks that ascend, as here, a TPU
+    need not sort, which would take longer than all the rest.
     """
     ends = running(jnp.add, counts)
     starts = ends - counts
     number = lax.iota(I32, counts.shape[0])
-    first = jnp.zeros((capacity,), I32).at[jnp.where(counts > 0, starts, capacity)].set(number, mode="drop")
+    first = jnp.zeros((capacity,), I32).at[starts].max(number, mode="drop", indices_are_sorted=True)
     block = running(jnp.maximum, first)
     return block, starts[block], ends[-1]
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import is_array
-from jaxcomp.backend import over_rows, running
+from jaxcomp.backend import flattened, over_rows, running_in_rows
 from jaxcomp.base import Compressor, Spec, State, advance, check_compressor, left, left_of, on_vectors
 from jaxcomp.checks import is_integer
 from jaxcomp.factories import factory
@@ -77,17 +77,19 @@ def chunked(compressor: Compressor, size: int) -> Compressor:
         sent, local = over_rows(compressor.compress, jax.random.split(key, rows), chunks, state, length=length)
         if not isinstance(sent, Sparse) or not is_array(sent.values) or not is_array(sent.indices):
             raise ValueError(f"chunked: {spec.name} sends no values with 32-bit indices; got {type(sent).__name__}")
-        return Chunks(sent.values.reshape(-1), pack(_gaps(sent.indices, length), width_for(length))), local
+        indices, each = flattened(sent.indices), sent.indices.shape[1]
+        return Chunks(flattened(sent.values), pack(_gaps(indices, each, length), width_for(length))), local
 
     def entries(payload, shared, like):
         """Ascending indices and values of one message. What fills a chunk up adds zero to the last entry of it."""
         rows, length = cut(like.size)
-        gaps = unpack(payload.words, payload.values.size).reshape(rows, payload.values.size // max(rows, 1))
-        inside = running(jnp.add, gaps.astype(jnp.int32) + 1) - 1
+        each = payload.values.size // max(rows, 1)
+        gaps = unpack(payload.words, payload.values.size)
+        inside = running_in_rows(jnp.add, gaps.astype(jnp.int32) + 1, each) - 1
         filled = (inside >= 0) & (inside < length)
-        inside = jnp.where(filled, inside, length - 1)
-        index = jnp.minimum(length * lax.broadcasted_iota(jnp.int32, inside.shape, 0) + inside, like.size)
-        return index.reshape(-1), jnp.where(filled.reshape(-1), payload.values, jnp.zeros((), payload.values.dtype))
+        start = length * (lax.iota(jnp.int32, inside.size) // max(each, 1))
+        index = jnp.minimum(start + jnp.where(filled, inside, length - 1), like.size)
+        return index, jnp.where(filled, payload.values, jnp.zeros((), payload.values.dtype))
 
     def decompress(payload, shared, like):
         index, values = entries(payload, shared, like)
@@ -115,10 +117,11 @@ def chunked(compressor: Compressor, size: int) -> Compressor:
     )
 
 
-def _gaps(indices: Array, length: int) -> Array:
-    """Gaps of ascending indices, padded with `length`, of each row: u32[rows k], below `length`.
+def _gaps(indices: Array, each: int, length: int) -> Array:
+    """Gaps of indices [rows each] that ascend in each row, padded with `length`: u32[rows each], below `length`.
 
     Padding comes out as indices of at least `length`, but for the first of a row, which is length - 1.
     """
-    before = jnp.pad(indices[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    return jnp.clip(indices - before - 1, 0, length - 1).astype(jnp.uint32).reshape(-1)
+    first = lax.iota(jnp.int32, indices.size) % max(each, 1) == 0
+    before = jnp.where(first, -1, jnp.pad(indices[:-1], (1, 0))) if indices.size else indices
+    return jnp.clip(indices - before - 1, 0, length - 1).astype(jnp.uint32)

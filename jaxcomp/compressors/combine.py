@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.arrays import like_of, size_of, wide
-from jaxcomp.backend import fold
+from jaxcomp.backend import fold, for_each_row
 from jaxcomp.base import Compressor, Spec, State, accumulate, advance, check_compressor, entries, for_worker, left
 from jaxcomp.compressors.dense import cast
 from jaxcomp.factories import factory
@@ -280,7 +280,7 @@ def narrow(compressor: Compressor, *, values: Any = None, indices: Any = None) -
         return payload._replace(indices=global_indices(local, like.size))
 
     def wide_of(payloads, like):
-        return jax.vmap(lambda payload: widen(payload, like))(payloads)
+        return for_each_row(lambda payload: widen(payload, like), payloads)
 
     def add(total, payloads, weights, shared):
         return accumulate(compressor, total, wide_of(payloads, total), weights, shared)

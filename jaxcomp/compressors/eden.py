@@ -36,6 +36,7 @@ from jaxcomp.backend import (
     end_to_end,
     fold,
     fold_in_one_pass,
+    fold_in_rows,
     form,
     materialized,
     side_by_side,
@@ -415,7 +416,7 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
             workers = jnp.arange(jax.tree.leaves(payloads)[0].shape[0])
             return bounded(fold(add_turned_back, total, (payloads, weights, workers)))
         pieces = [jax.ShapeDtypeStruct(shape, dtype) for shape in rotation.shapes]
-        added = form(fold, on_cpu=fold_in_one_pass, on_gpu=fold_in_one_pass)  # a TPU would hold all that are decoded
+        added = form(fold_in_rows, on_cpu=fold_in_one_pass, on_gpu=fold_in_one_pass)  # a TPU would hold all that are decoded
         done = [Scaled(rows, None) for rows in added(add_pieces, pieces, (payloads, weights))]
         # A vector of its own: each leaf that is cut out of it would be a loop of sums to compile.
         return materialized(bounded(zeros_if_shape(total, payloads) + back(done, shared)))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.backend import form
+from jaxcomp.backend import form, running
 from jaxcomp.floats import exponent_of, power_of_two
 
 __all__ = ["Splits", "bucket_of", "means", "of_product", "signed_splits", "sort_floats"]
@@ -78,7 +78,7 @@ def signed_splits(ordered: Array, n: Array, buckets: int, groups: int, power: fl
 
     else:
         weights = _weights(jnp.where(real, ordered, jnp.zeros((), ordered.dtype)), power)
-        ends = jnp.cumsum(weights)
+        ends = running(jnp.add, weights)
         left, total = jnp.where(below > 0, ends[jnp.maximum(below - 1, 0)], 0), ends[-1]
         negative = jnp.sum(total * (middles.astype(ends.dtype) / (2 * groups)) < left, dtype=I32)
 

@@ -522,6 +522,10 @@ def sum_arrays(arrays: list[Array], axis: Axis) -> list[Array]:
         return lax.psum(arrays, axis)
     if not tiles and jax.process_count() == 1:
         return _sums_in_turn(arrays, axis)
+    if tiles and any(map(_is_narrow, arrays)):
+        turned = [jnp.swapaxes(x, -2, -1) if _is_narrow(x) else x for x in arrays]
+        sums = zip(arrays, sum_arrays(turned, axis), strict=True)
+        return [jnp.swapaxes(total, -2, -1) if _is_narrow(x) else total for x, total in sums]
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(arrays):
         alone = x.size >= SMALL or (tiles and fills_tiles(x))
@@ -555,6 +559,13 @@ def fills_tiles(x: Any) -> bool:
     """Whether the last two dimensions of an array (or shape) fill TPU tiles; f32[11008, 32, 16] is padded eightfold."""
     rows, columns = (1, 1, *x.shape)[-2:]
     return len(x.shape) > 1 and columns % TPU_LANES == 0 and rows % (4 * TPU_SUBLANES // x.dtype.itemsize) == 0
+
+
+def _is_narrow(x: Any) -> bool:
+    """Whether rows of an array (or shape) are a part of the lanes, its columns not: laid out as they stand such rows
+    are a program of megabytes.
+    """
+    return len(x.shape) > 1 and x.shape[-1] < TPU_LANES <= x.shape[-2]
 
 
 def _filling_tiles(x: Array) -> Array:

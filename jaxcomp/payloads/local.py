@@ -54,8 +54,8 @@ def global_indices(local: LocalIndices, size: int) -> Array:
         padded = np.full(capacity, size, np.int32)
         padded[: found.size] = np.minimum(found + low[: found.size], size)
         return padded
-    ends = running(jnp.add, counts)
-    block = running(jnp.add, jnp.zeros((capacity,), I32).at[ends].add(1, mode="drop"))
+    ends = running(jnp.add, jnp.maximum(counts, 0))
+    block = running(jnp.add, jnp.zeros((capacity,), I32).at[ends].add(1, mode="drop", indices_are_sorted=True))
     index = BLOCK * block + low.astype(I32)
     real = lax.iota(I32, capacity) < (ends[-1] if ends.shape[0] else 0)
     return jnp.where(real & (index >= 0), jnp.minimum(index, size), size)
