@@ -108,7 +108,8 @@ def fetch_sgd(
             indices = largest_indices(entries, count, count) if count else jnp.zeros((0,), jnp.int32)
             values = take(entries, indices)
             errors.append(bounded(add_to_sketch(key, e, -values, indices)))
-            direction.append(jnp.zeros_like(entries).at[indices].set(values, mode="drop").reshape(x.shape))
+            found = jnp.zeros_like(entries).at[indices].set(values, mode="drop", indices_are_sorted=True)
+            direction.append(found.reshape(x.shape))
         return tuple(direction), FetchState(u, tuple(errors), state.seed)
 
     return Algorithm(init, update, {"momentum": "momentum", "errors": "momentum", "seed": "coin"})

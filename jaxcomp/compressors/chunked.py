@@ -93,7 +93,8 @@ def chunked(compressor: Compressor, size: int) -> Compressor:
 
     def decompress(payload, shared, like):
         index, values = entries(payload, shared, like)
-        return jnp.zeros(like.shape, like.dtype).at[index].add(values.astype(like.dtype), mode="drop")
+        zeros, values = jnp.zeros(like.shape, like.dtype), values.astype(like.dtype)
+        return zeros.at[index].add(values, mode="drop", indices_are_sorted=True)
 
     alpha = spec.alpha
     return on_vectors(

@@ -206,7 +206,7 @@ def _unpack(cursor: Cursor, like: Quantized) -> Quantized:
         gaps = inner.bits(size + 1, lambda words: decode_gaps(words, counts, size))
         symbols = inner.bits(room, levels(count))
         places = jnp.where(lax.iota(I32, size) < count, keys_of(gaps, counts), size)
-        return jnp.zeros((size,), I32).at[places].set(symbols, mode="drop"), inner.position
+        return jnp.zeros((size,), I32).at[places].set(symbols, mode="drop", indices_are_sorted=True), inner.position
 
     def everything(words):
         inner = Cursor(words, room)

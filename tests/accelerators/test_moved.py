@@ -146,6 +146,20 @@ def test_a_step_on_many_leaves_holds_few_gradients_on_a_tpu(name):
     assert " reduce-window(" not in program.text
 
 
+def test_leaves_of_a_long_vector_get_their_shapes_one_by_one_on_a_tpu():
+    """1.7 gradients where all were cut out first. And ranks that ascend are not sorted to be written."""
+    like = gpt_like(24, 1024)
+    program = step_on("v5e:2x2", jc.error_feedback(jc.top_k(0.01)), like)
+    assert program.memory / 4 / num_entries(like) <= 1.2
+    assert " sort(" not in program.text
+
+
+def test_factors_of_low_rank_are_sent_with_their_long_axis_last_on_a_tpu():
+    """[1024, 4] as a vector was a program of megabytes, and so were tiny products at full precision."""
+    program = step_on("v5e:2x2", jc.power_sgd(4), gpt_like(2, 1024))
+    assert not re.search(r"stablehlo.reshape .*tensor<[0-9x]*[0-9]{3}x4xf32>\) -> tensor<[0-9]*xf32>", program.stable)
+
+
 def equal_leaves(count, size):
     return {f"w{i}": jax.ShapeDtypeStruct((size,), jnp.float32) for i in range(count)}
 
