@@ -91,7 +91,7 @@ def _side_by_side(each: Array, length: int) -> Array:
     """Each of a few rows that stand side by side in the lanes takes its number there."""
     few, count = LANES // length, -(-each.size * length // LANES)
     columns = jnp.pad(each, (0, -each.size % LANES)).reshape(-1, LANES).T.reshape(length, few, -1)
-    first, *others = (_in_lanes(columns[:, i].T.reshape(-1)[:count]) for i in range(few))
+    first, *others = (_in_lanes(_end_to_end(columns[:, i])[:count]) for i in range(few))
     place = lax.broadcasted_iota(jnp.int32, first.shape, 1) // length
     for i, other in enumerate(others, 1):
         first = jnp.where(place == i, other, first)
@@ -99,20 +99,27 @@ def _side_by_side(each: Array, length: int) -> Array:
 
 
 def flattened(rows: Array) -> Array:
-    """The entries of a few short rows in turn make a row of lanes: they are put there one below the other and turned.
-    As a reshape it is a program of megabytes, most of all for numbers of 8 and 16 bits.
-    """
-    count, length = rows.shape
-    if not rows.size or not _is_short(length):
+    """Short rows are turned: as a reshape they are a program of megabytes, most of all of 8 and 16 bits."""
+    if not rows.size or not _is_short(rows.shape[1]):
         return rows.reshape(-1)
+    return _end_to_end(rows.T)
+
+
+def _end_to_end(columns: Array) -> Array:
+    """Short columns one after the other, [m, b] -> [b m]: of those that will share a row of lanes one stands below the
+    other, and they are turned.
+    """
+    length, count = columns.shape
     few = LANES // length
-    columns = jnp.pad(rows, ((0, -count % few), (0, 0))).T.reshape(length, -1, few)
-    return jnp.moveaxis(columns, 2, 0).reshape(LANES, -1).T.reshape(-1)[: rows.size]
+    below = jnp.moveaxis(jnp.pad(columns, ((0, 0), (0, -count % few))).reshape(length, -1, few), 2, 0)
+    return below.reshape(LANES, -1).T.reshape(-1)[: count * length]
 
 
 def running_in_rows(join: Callable[[Array, Array], Array], x: Array, length: int) -> Array:
     """Rows of lanes are turned into columns, in which a few short rows stand one below the other."""
-    if not x.size or not _is_short(length):
+    if not x.size:
+        return x
+    if not _is_short(length):
         return running(join, x.reshape(-1, length)).reshape(-1)
     columns = jnp.pad(x, (0, -x.size % LANES)).reshape(-1, LANES).T.reshape(LANES // length, length, -1)
     each = jax.vmap(jax.vmap(functools.partial(running, join)), in_axes=-1, out_axes=-1)

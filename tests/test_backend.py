@@ -22,9 +22,11 @@ from jaxcomp.backend import (
     accumulated,
     along_rows,
     cut_apart,
+    flattened,
     joined,
     of_short_rows,
     running,
+    running_in_rows,
     shared_program,
     to_short_rows,
 )
@@ -441,6 +443,18 @@ def test_running_sums_for_tpus_are_those_of_numpy(shape, seed):
         np.testing.assert_array_equal(
             made(lambda x: running(jnp.maximum, x), jnp.asarray(x)), np.maximum.accumulate(x, -1)
         )
+
+
+@pytest.mark.parametrize("length", [1, 8, 16, 64, 96, 128, 300])
+@pytest.mark.parametrize("count", [0, 1, 7, 129])
+@pytest.mark.parametrize("dtype", [np.int32, np.uint16, bool])
+def test_rows_that_a_tpu_puts_end_to_end_or_adds_up_are_those_of_numpy(count, length, dtype, seed):
+    rows = np.random.default_rng(seed).integers(0, 100, (count, length)).astype(dtype)
+    np.testing.assert_array_equal(made_for("tpu", flattened, jnp.asarray(rows)), rows.reshape(-1))
+    sums = lambda x: running_in_rows(jnp.add, x, length)
+    numbers = rows.astype(np.int32)
+    found = made_for("tpu", sums, jnp.asarray(numbers.reshape(-1)))
+    np.testing.assert_array_equal(found, np.cumsum(numbers, axis=1).reshape(-1))
 
 
 @pytest.mark.parametrize("compressor", [jc.dithering(7), jc.block_scaled("int8"), jc.block_scaled("int4")])

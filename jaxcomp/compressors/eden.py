@@ -416,7 +416,8 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
             workers = jnp.arange(jax.tree.leaves(payloads)[0].shape[0])
             return bounded(fold(add_turned_back, total, (payloads, weights, workers)))
         pieces = [jax.ShapeDtypeStruct(shape, dtype) for shape in rotation.shapes]
-        added = form(fold_in_rows, on_cpu=fold_in_one_pass, on_gpu=fold_in_one_pass)  # a TPU would hold all that are decoded
+        # A TPU would hold all that are decoded, and takes a message for a run of memory only where it is rows of lanes.
+        added = form(fold_in_rows, on_cpu=fold_in_one_pass, on_gpu=fold_in_one_pass)
         done = [Scaled(rows, None) for rows in added(add_pieces, pieces, (payloads, weights))]
         # A vector of its own: each leaf that is cut out of it would be a loop of sums to compile.
         return materialized(bounded(zeros_if_shape(total, payloads) + back(done, shared)))

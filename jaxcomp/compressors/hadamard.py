@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.backend import cut_apart, end_to_end, form, in_tiles, materialized
+from jaxcomp.backend_tpu import LANES, of_columns, to_columns
 from jaxcomp.hashing import random_bits
 from jaxcomp.norms import block_norms
 
@@ -301,20 +302,47 @@ def _rows_back(piece: Scaled, words: Array) -> Array:
 
 def _blockwise(x: Array, words: Array, block: int, forward: bool, dtype: Any = None) -> Array:
     """Transforms whole blocks, [m B]; dtype: of the result, None for that of x."""
-    if forward:
-        turn = form(_forward, on_gpu=_forward_in_place)
-    else:
-        turn = form(_backward, on_gpu=_backward_in_place)
-
     if dtype is None:
         dtype = x.dtype
     elif not _fits(x):
         x = x.astype(dtype)
+    turned = form(_in_columns, on_cpu=_in_rows, on_gpu=_in_rows)
+    return in_tiles(lambda args: turned(*args, block, forward), max(block, TILE), x, words).astype(dtype)
 
-    def some(args: tuple[Array, Array]) -> Array:
-        x, words = args
-        x = _flipped(x, words) if forward else x
-        x = turn(x.reshape(-1, block)).reshape(-1)
-        return x if forward else _flipped(x, words)
 
-    return in_tiles(some, max(block, TILE), x, words).astype(dtype)
+def _in_rows(x: Array, words: Array, block: int, forward: bool) -> Array:
+    """[m B] -> [m B], with the signs that the words say, before the products or after them."""
+    if forward:
+        turn = form(_forward, on_gpu=_forward_in_place)
+        return turn(_flipped(x, words).reshape(-1, block)).reshape(-1)
+    turn = form(_backward, on_gpu=_backward_in_place)
+    return _flipped(turn(x.reshape(-1, block)).reshape(-1), words)
+
+
+def _in_columns(x: Array, words: Array, block: int, forward: bool) -> Array:
+    """The same on a TPU, which would pad each axis of a factor, and of the bits of a word, to its lanes: blocks stand
+    side by side, as columns, and what their entries have in common is read along them.
+    """
+    if block % (32 * LANES):
+        return _in_rows(x, words, block, forward)
+    bits = to_columns(words[: x.shape[0] // 32], block // 32)[:, None] >> lax.iota(U32, 32)[None, :, None]
+    signs = (1 - 2 * (bits & U32(1)).astype(x.dtype)).reshape(block, -1)
+    columns, factors = to_columns(x, block), _factors(block)
+    columns = columns * signs if forward else columns
+    for place, f in enumerate(reversed(factors) if forward else factors):
+        last, first = place == len(factors) - 1, place == 0
+        if forward:
+            shape, how = (block // f, f, -1), "afm,fg->agm" if last else "afm,fg->gam"
+        else:
+            shape, how = ((block // f, f, -1), "afm,fg->agm") if first else ((f, block // f, -1), "fam,fg->agm")
+        columns = _along(how, columns.reshape(shape), f).reshape(block, -1)
+    return of_columns(columns if forward else columns * signs)
+
+
+def _along(how: str, columns: Array, size: int) -> Array:
+    """`_times` along an axis."""
+    if not _fits(columns):
+        return jnp.einsum(how, columns, _matrix(size, columns.dtype), precision=lax.Precision.HIGHEST)
+    signs = jnp.sign(_matrix(size, columns.dtype))
+    products = jnp.einsum(how, columns, signs, precision=_exactly(columns), preferred_element_type=jnp.float32)
+    return products * jnp.float32(1 / math.sqrt(size))

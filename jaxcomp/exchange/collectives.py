@@ -524,8 +524,8 @@ def sum_arrays(arrays: list[Array], axis: Axis) -> list[Array]:
         return _sums_in_turn(arrays, axis)
     if tiles and any(map(_is_narrow, arrays)):
         turned = [jnp.swapaxes(x, -2, -1) if _is_narrow(x) else x for x in arrays]
-        sums = zip(arrays, sum_arrays(turned, axis), strict=True)
-        return [jnp.swapaxes(total, -2, -1) if _is_narrow(x) else total for x, total in sums]
+        pairs = zip(arrays, sum_arrays(turned, axis), strict=True)
+        return [jnp.swapaxes(total, -2, -1) if _is_narrow(x) else total for x, total in pairs]
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(arrays):
         alone = x.size >= SMALL or (tiles and fills_tiles(x))
