@@ -65,7 +65,6 @@ __all__ = [
     "only_if",
     "over_rows",
     "platform",
-    "precision_of_factors",
     "rows_at_once",
     "running",
     "running_in_rows",
@@ -105,15 +104,6 @@ def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
 def lanes() -> int:
     """How many neighbours a register holds: an array with a shorter last axis is padded to it in memory."""
     return backend_tpu.LANES if platform() == "tpu" else 1
-
-
-def precision_of_factors() -> str:
-    """The precision of products with factors of low rank, what they lack of a gradient being remembered.
-
-    On a TPU it is "high", three products in bfloat16, which lose some 2^-16 of the largest part. "highest" are six, as
-    much longer a program, and half of the time in which a step compiles.
-    """
-    return "high" if platform() == "tpu" else "highest"
 
 
 def of_short_rows(of: Callable[[Array], Tree], x: Array, length: int) -> Tree:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.backend import form, precision_of_factors
+from jaxcomp.backend import form
 from jaxcomp.base import Sum
 from jaxcomp.checks import is_whole
 from jaxcomp.hashing import fmix32
@@ -95,13 +95,13 @@ def check_low_rank(name: str, min_ratio: float, start: int, dense_below: int) ->
 
 
 def times(m: Array, q: Array) -> Array:
-    """M Q of each matrix of a stack, in the precision of the arrays; on TPUs in that of `precision_of_factors`."""
-    return jnp.matmul(m, q, precision=precision_of_factors())
+    """M Q of each matrix of a stack, in the precision of the arrays on every backend."""
+    return jnp.matmul(m, q, precision="highest")
 
 
 def transposed_times(m: Array, p: Array) -> Array:
     """P^T M of each matrix of a stack, [m, k, c]. XLA on CPU computes M^T P in seven times the time."""
-    return jnp.einsum("mrk,mrc->mkc", p, m, precision=precision_of_factors())
+    return jnp.einsum("mrk,mrc->mkc", p, m, precision="highest")
 
 
 def product(p: Array, q: Array) -> Array:
@@ -164,7 +164,7 @@ def bases_of(stacks: Sequence[Array]) -> list[Array]:
     are zero (of tokens that never occur), an iteration would stay at zero for ever.
 
     All matrices with one k are cut into blocks of `BLOCK` rows and make one batch: one loop for a whole tree. Its small
-    products are sums on TPUs: as products they are a third of the time in which a step compiles.
+    products are sums on TPUs: at full precision each is six products, whose program is long.
 
     Args:
         stacks: [m, r, k] each, finite.

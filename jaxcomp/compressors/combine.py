@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxcomp.arrays import like_of, size_of, wide
-from jaxcomp.backend import fold, for_each_row
+from jaxcomp.backend import fold, form
 from jaxcomp.base import Compressor, Spec, State, accumulate, advance, check_compressor, entries, for_worker, left
 from jaxcomp.compressors.dense import cast
 from jaxcomp.factories import factory
@@ -280,7 +281,9 @@ def narrow(compressor: Compressor, *, values: Any = None, indices: Any = None) -
         return payload._replace(indices=global_indices(local, like.size))
 
     def wide_of(payloads, like):
-        return for_each_row(lambda payload: widen(payload, like), payloads)
+        at_once = lambda function, rows: jax.vmap(function)(rows)
+        each = form(lax.map, on_cpu=at_once, on_gpu=at_once)  # a TPU would lay out all messages anew
+        return each(lambda payload: widen(payload, like), payloads)
 
     def add(total, payloads, weights, shared):
         return accumulate(compressor, total, wide_of(payloads, total), weights, shared)
