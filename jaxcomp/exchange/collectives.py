@@ -556,8 +556,11 @@ def _in_tiles() -> bool:
 
 
 def fills_tiles(x: Any) -> bool:
-    """Whether the last two dimensions of an array (or shape) fill TPU tiles; f32[11008, 32, 16] is padded eightfold."""
+    """Whether the last two dimensions of an array (or shape), as it is added, fill TPU tiles; f32[11008, 32, 16] is
+    padded eightfold.
+    """
     rows, columns = (1, 1, *x.shape)[-2:]
+    rows, columns = (columns, rows) if _is_narrow(x) else (rows, columns)
     return len(x.shape) > 1 and columns % TPU_LANES == 0 and rows % (4 * TPU_SUBLANES // x.dtype.itemsize) == 0
 
 

@@ -159,7 +159,7 @@ def test_a_send_in_a_loop_of_unknown_length_says_at_least():
 # Tiles
 
 
-SHAPES = [(32, 43), (7,), (3, 5, 1), (), (136, 32, 16), (64, 256)]
+SHAPES = [(32, 43), (7,), (3, 5, 1), (), (136, 32, 16), (64, 256), (256, 8), (3, 300, 4)]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
@@ -181,7 +181,7 @@ def test_dense_exchanges_fill_tiles(dtype):
     assert set(book.by_axes(mesh_of(2))) == {("dcn",)}
 
 
-@pytest.mark.parametrize("shape", [(32, 11008 // 256), (136, 32, 16), (7,), (3, 5, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(32, 11008 // 256), (136, 32, 16), (7,), (3, 5, 1), (256, 8), (300, 4)], ids=str)
 def test_a_leaf_of_an_identity_exchange_is_not_padded(shape):
     """XLA moves the reshape to the leaf before the sum where it may: (136, 32, 16) went as eight times its entries."""
     mesh = mesh_of(2)
