@@ -272,7 +272,7 @@ def join(groups: Groups, arrays: tuple[Any, ...], like: Any = None) -> Any:
             pieces = array.leaves
         else:
             array = array if isinstance(array, SparseSum) else array.reshape(-1)
-            shapes = () if group.is_stack else [groups.shapes[i] for i in group.leaves]
+            shapes = [groups.shapes[i] for i in group.leaves] if len(group.shape) == 1 else ()
             pieces = cut_apart(array, group.sizes, [dtypes[i] for i in group.leaves], shapes)
         for i, piece in zip(group.leaves, pieces, strict=True):
             leaf = lax.reshape(piece, groups.shapes[i])

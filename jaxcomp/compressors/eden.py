@@ -38,6 +38,7 @@ from jaxcomp.backend import (
     fold_in_one_pass,
     fold_in_rows,
     form,
+    lanes,
     materialized,
     side_by_side,
     zeros_if_shape,
@@ -282,6 +283,8 @@ class _Code:
 
     def encode(self, rows: Array) -> tuple[Array, Array]:
         """Codes of both kinds, flat."""
+        if not self.fraction and lanes() > 1:  # as bytes in rows a TPU would take long to lay them end to end
+            return _codes(materialized(rows.reshape(-1)), self.high), jnp.zeros((0,), jnp.uint32)
         high, low = self._both(rows, _codes)
         return high.reshape(-1), low.reshape(-1) if self.low else jnp.zeros((0,), jnp.uint32)
 
