@@ -323,7 +323,7 @@ def _in_columns(x: Array, words: Array, block: int, forward: bool) -> Array:
     """The same on a TPU, which would pad each axis of a factor, and of the bits of a word, to its lanes: blocks stand
     side by side, as columns, and what their entries have in common is read along them.
     """
-    if block % (32 * LANES):
+    if not x.size or block % (32 * LANES):
         return _in_rows(x, words, block, forward)
     bits = to_columns(words[: x.shape[0] // 32], block // 32)[:, None] >> lax.iota(U32, 32)[None, :, None]
     signs = (1 - 2 * (bits & U32(1)).astype(x.dtype)).reshape(block, -1)

@@ -272,7 +272,8 @@ def test_mean_on_the_wire_in_one_bit(key, seed):
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 @pytest.mark.parametrize(
-    ("bits", "d", "block"), [(4, 3772, 1024), (8, 20_000, 8192), (4, 12_288, 4096), (2.5, 2048, 1024), (1, 77, 32)]
+    ("bits", "d", "block"),
+    [(4, 3772, 1024), (8, 20_000, 8192), (4, 12_288, 4096), (4, 4097, 4096), (2.5, 2048, 1024), (1, 77, 32)],
 )
 def test_accelerators_rotate_and_code_the_same(bits, d, block, platform, key, seed, monkeypatch):
     """By products in exact pieces, sums of rows, and tables; where a sum is rounded otherwise a code may differ."""
