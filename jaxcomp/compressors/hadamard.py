@@ -175,11 +175,16 @@ def _times_in_f32(x: Array, size: int) -> Array:
 
 
 def _times(x: Array, size: int) -> Array:
-    """The same, on units that take 16 bits. Of few entries XLA would split the sums, and write their parts."""
+    """The same, on units that take 16 bits."""
+    return _along("...f,fg->...g", x, size)
+
+
+def _along(how: str, x: Array, size: int) -> Array:
+    """`_times` along any axis, as in `einsum`. Of few entries XLA would split the sums, and write their parts."""
     if not _fits(x):
-        return _times_in_f32(x, size)
+        return jnp.einsum(how, x, _matrix(size, x.dtype), precision=lax.Precision.HIGHEST)
     signs = jnp.sign(_matrix(size, x.dtype))
-    products = jnp.matmul(x, signs, precision=_exactly(x), preferred_element_type=jnp.float32)
+    products = jnp.einsum(how, x, signs, precision=_exactly(x), preferred_element_type=jnp.float32)
     return products * jnp.float32(1 / math.sqrt(size))
 
 
@@ -337,12 +342,3 @@ def _in_columns(x: Array, words: Array, block: int, forward: bool) -> Array:
             shape, how = ((block // f, f, -1), "afm,fg->agm") if first else ((f, block // f, -1), "fam,fg->agm")
         columns = _along(how, columns.reshape(shape), f).reshape(block, -1)
     return of_columns(columns if forward else columns * signs)
-
-
-def _along(how: str, columns: Array, size: int) -> Array:
-    """`_times` along an axis."""
-    if not _fits(columns):
-        return jnp.einsum(how, columns, _matrix(size, columns.dtype), precision=lax.Precision.HIGHEST)
-    signs = jnp.sign(_matrix(size, columns.dtype))
-    products = jnp.einsum(how, columns, signs, precision=_exactly(columns), preferred_element_type=jnp.float32)
-    return products * jnp.float32(1 / math.sqrt(size))
