@@ -93,5 +93,6 @@ if __name__ == "__main__":
     number, folder = int(sys.argv[2]), Path(sys.argv[3])
     join(sys.argv[1], number)
     (again if sys.argv[4] == "again" else first)(number, folder)
-    time.sleep(1.0 - number / 2)  # the service ends with process 0
+    if number == 0:  # the service ends with this process, and aborts who still talks to it
+        wait_for(folder / "ended")
     os._exit(0)

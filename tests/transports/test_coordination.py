@@ -26,8 +26,10 @@ def rows(tmp_path_factory):
         each[2].wait(timeout=120)
         (folder / "killed").touch()
         start(2, files[3], "again")
-        for process in each:
+        for process in each[1:]:
             process.wait(timeout=120)
+        (folder / "ended").touch()
+        each[0].wait(timeout=120)
     finally:
         launch.end_all(each)
     texts = [file.read_text() for file in files]
