@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.arrays import bounded, finite, like_of, root_key, wrap_key
+from jaxcomp.arrays import bounded, exponent_of, finite, like_of, power_of_two, root_key, rounded_to, wrap_key
 from jaxcomp.base import Compressor, Spec, State, on_vectors
 from jaxcomp.compressors.dense import cast, narrow_type
 from jaxcomp.compressors.rows import rows
@@ -25,7 +25,6 @@ from jaxcomp.exchange.collectives import all_gather as gathered
 from jaxcomp.exchange.collectives import all_max, all_sum, sum_scatter
 from jaxcomp.exchange.routes.route import Way
 from jaxcomp.exchange.routes.two_shot import first_shot, second_shot
-from jaxcomp.floats import exponent_of, power_of_two, rounded_to
 from jaxcomp.groups import Layout, groups_of, join, split
 from jaxcomp.payloads import Dense
 

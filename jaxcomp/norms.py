@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import bounded, finite, wide
+from jaxcomp.arrays import bounded, exponent_of, finite, power_of_two, wide
 from jaxcomp.backend import all_finite, along_rows, fast_if, form, in_parts, largest_finite
-from jaxcomp.floats import exponent_of, power_of_two
 
 __all__ = ["block_norms", "finite_sizes", "max_abs", "room"]
 

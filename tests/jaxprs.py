@@ -1,7 +1,7 @@
 """What a traced program does with precision, read from its jaxpr: products, and roundings that a compiler may remove.
 
 XLA for GPUs takes f32 -> bf16 -> f32 for f32 where both conversions are in one program
-(`xla_allow_excess_precision`), also where data only moves in between. `jaxcomp.floats` rounds before it
+(`xla_allow_excess_precision`), also where data only moves in between. `jaxcomp.arrays` rounds before it
 converts: the compiler may remove the conversion, the value is already rounded.
 """
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 import jaxcomp
-from jaxcomp.floats import loses
+from jaxcomp.arrays import loses
 
 PACKAGE = str(Path(jaxcomp.__file__).parent) + os.sep
 PROTECTED = "_to_nearest"  # the name of the function that rounds, in a jaxpr

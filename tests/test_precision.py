@@ -17,11 +17,10 @@ from laws import ROWS, D
 from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
-from jaxcomp.arrays import bounded, wide_like
+from jaxcomp.arrays import bounded, rounded_to, stored, wide_like
 from jaxcomp.backend import platform
 from jaxcomp.base import State, accumulate, for_worker, residual
 from jaxcomp.exchange.routes import VIAS
-from jaxcomp.floats import rounded_to, stored
 
 N = 4
 KEY = jax.eval_shape(lambda: jax.random.key(0))

@@ -36,7 +36,7 @@ def seconds_of(setup: Setup, steps: int, compute: float, sent_bytes: float, mbit
 
 def rounds_until(step: int, setup: Setup) -> float:
     """Rounds up to a step; of a round in fragments the share of them that was merged."""
-    from jaxcomp.transforms.fragments import Timetable
+    from jaxcomp.transforms.local_updates import Timetable
 
     times = Timetable(setup.every, setup.fragments, setup.delay)
     merged = sum(bool(times.merges(p, t)) for t in range(1, step + 1) for p in range(setup.fragments))

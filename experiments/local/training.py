@@ -23,8 +23,7 @@ from jaxcomp.exchange.routes import ROUTES
 from jaxcomp.groups import split
 from jaxcomp.state.moments import moment_of, places_of
 from jaxcomp.transforms.bytes_exchange import BytesExchange
-from jaxcomp.transforms.fragments import Timetable, cut, fragments_of
-from jaxcomp.transforms.local_updates import difference_of
+from jaxcomp.transforms.local_updates import Timetable, cut, difference_of, fragments_of
 from jaxcomp.transforms.moments import away_from
 
 __all__ = ["train"]

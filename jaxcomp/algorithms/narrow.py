@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxcomp.arrays import rounded_to
 from jaxcomp.backend import Pieces, joined, recomputes, seen_anew
 from jaxcomp.base import Algorithm, Mean, Round, answered, stepped
-from jaxcomp.floats import rounded_to
 from jaxcomp.hashing import random_bits, random_uniform
 
 __all__ = ["MEMORIES", "Narrow", "remembered_in"]

@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.arrays import bounded, finite, wide
+from jaxcomp.arrays import bounded, exponent_of, finite, power_of_two, wide
 from jaxcomp.backend import form, materialized
 from jaxcomp.base import Compressor, Spec, on_vectors
 from jaxcomp.checks import check_like, is_whole
 from jaxcomp.compressors.blocks import Blocks, blocks_of
 from jaxcomp.factories import factory
-from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.norms import max_abs
 from jaxcomp.packing import pack, unpack
 from jaxcomp.payloads import Quantized

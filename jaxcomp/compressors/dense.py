@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import bounded, finite, wide
+from jaxcomp.arrays import bounded, exponent_of, finite, power_of_two, wide
 from jaxcomp.base import Compressor, Spec, on_vectors
 from jaxcomp.checks import check_like
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.factories import factory
-from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.groups import ALONE, WHOLE_BLOCKS, Layout
 from jaxcomp.hashing import random_bits
 from jaxcomp.packing import pack, unpack

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp.arrays import exponent_of, power_of_two
 from jaxcomp.backend import form, running
-from jaxcomp.floats import exponent_of, power_of_two
 
 __all__ = ["Splits", "bucket_of", "means", "of_product", "signed_splits", "sort_floats"]
 

@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.arrays import bounded, finite, key_data, one_row, reshaped, row_of, weighted, wide
+from jaxcomp.arrays import bounded, finite, key_data, one_row, reshaped, rounded_to, row_of, weighted, wide
 from jaxcomp.backend import add_each, computed_once
 from jaxcomp.base import MOST, Compressor, Spec, State, on_vectors
 from jaxcomp.checks import check_like, contraction, is_whole
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, added, blocks_of
 from jaxcomp.factories import factory
-from jaxcomp.floats import rounded_to
 from jaxcomp.groups import ALONE, FIXED, Layout
 from jaxcomp.hashing import as_uniform, random_uniform
 from jaxcomp.packing import Lanes, Places, pack, places_of, unpack, width_for

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import bounded
+from jaxcomp.arrays import bounded, power_of_two, rounded_to
 from jaxcomp.compressors.elements import E4M3, Elements, Integer
 from jaxcomp.compressors.quantize import up_to_bfloat16
-from jaxcomp.floats import power_of_two, rounded_to
 
 __all__ = ["SCALES", "Made", "Scale"]
 

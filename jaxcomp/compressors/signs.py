@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.arrays import bounded, finite, wide
+from jaxcomp.arrays import bounded, exponent_of, finite, power_of_two, wide
 from jaxcomp.backend import form, in_parts
 from jaxcomp.base import Compressor, Spec, on_vectors
 from jaxcomp.checks import check_like, is_number
 from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, worth
 from jaxcomp.factories import factory
-from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.groups import WHOLE_BLOCKS, Layout
 from jaxcomp.hashing import random_bits
 from jaxcomp.norms import block_norms, finite_sizes

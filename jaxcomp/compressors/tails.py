@@ -19,9 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.special import gammaincc, gammaln
 
-from jaxcomp.arrays import finite, wide
+from jaxcomp.arrays import exponent_of, finite, power_of_two, wide
 from jaxcomp.backend import one_of
-from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.select import count_above, excess_above, magnitude
 
 __all__ = ["LAWS", "Moments", "Sample", "exponential", "fitted", "gamma", "gamma_shape", "pareto"]

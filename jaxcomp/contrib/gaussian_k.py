@@ -5,12 +5,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.special import ndtri
 
-from jaxcomp.arrays import finite, wide
+from jaxcomp.arrays import exponent_of, finite, power_of_two, wide
 from jaxcomp.base import Compressor
 from jaxcomp.compressors.schedule import Ratio, shown, target_of
 from jaxcomp.compressors.threshold import Estimator, by_threshold
 from jaxcomp.factories import factory
-from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.norms import max_abs
 from jaxcomp.select import marked_above
 

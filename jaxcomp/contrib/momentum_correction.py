@@ -9,12 +9,11 @@ import jax.numpy as jnp
 
 from jaxcomp.algorithms.error_feedback import check_contracts
 from jaxcomp.algorithms.narrow import remembered_in
-from jaxcomp.arrays import bounded, finite, wide, wide_like, zeros_like
+from jaxcomp.arrays import bounded, exponent_of, finite, power_of_two, wide, wide_like, zeros_like
 from jaxcomp.backend import accumulated, in_place
 from jaxcomp.base import Algorithm, Compressor, State
 from jaxcomp.checks import is_number, is_whole
 from jaxcomp.factories import factory
-from jaxcomp.floats import exponent_of, power_of_two
 
 __all__ = ["momentum_correction"]
 

@@ -135,7 +135,7 @@ def varying(tree: Any, axis: Axis) -> Any:
 
 def types_tell(axis: Axis) -> bool:
     """Whether types say what is equal on all workers: inside `shard_map` with its default check_vma=True."""
-    return is_manual(axis) and set(axis_names(axis)) <= set(varying_axes(varying(jnp.zeros(()), axis)))
+    return bool(axis) and set(axis_names(axis)) <= set(varying_axes(varying(jnp.zeros(()), axis)))
 
 
 def known_equal(tree: Any, axis: Axis) -> list[str]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import as_words, sum_rows, weighted
+from jaxcomp.arrays import as_words, rounded_to, sum_rows, weighted
 from jaxcomp.backend import count_of_sections, cut_apart, platform, side_by_side
 from jaxcomp.backend_cpu import opaque_true
 from jaxcomp.backend_gpu import TOGETHER, Arriving
@@ -30,7 +30,6 @@ from jaxcomp.exchange.axes import (
     varying,
     varying_axes,
 )
-from jaxcomp.floats import rounded_to
 
 __all__ = [
     "Lane",
@@ -42,12 +41,11 @@ __all__ = [
     "all_to_all",
     "all_to_all_bytes",
     "all_to_all_rows",
-    "exchanged_size",
+    "crossing_size",
     "fills_tiles",
     "gather",
     "gather_bytes",
     "gathered",
-    "gathered_size",
     "gathers_for_less",
     "has_ragged",
     "permutation_schedule",
@@ -85,19 +83,14 @@ class Lane(NamedTuple):
     """Arrays that cross together, one after the other.
 
     places: their numbers in the flattened tree.
-    sizes: entries of the lane that each of them fills.
+    sizes: entries of the lane that each of them fills. size: of the lane, in all.
     dtype: of the entries of the lane.
-    bucket: number of the bucket.
     """
 
     places: tuple[int, ...]
     sizes: tuple[int, ...]
+    size: int
     dtype: Any
-    bucket: int
-
-    @property
-    def size(self) -> int:
-        return sum(self.sizes)
 
 
 def word_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
@@ -108,7 +101,7 @@ def word_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
 
     Args:
         tree: arrays or their shapes.
-        buckets: number of the bucket of each array; None for a single bucket.
+        buckets: number of the bucket of each array, in whose order lanes cross; None for a single bucket.
     """
     leaves = jax.tree.leaves(tree)
     widths = [jnp.dtype(leaf.dtype).itemsize for leaf in leaves]
@@ -116,7 +109,7 @@ def word_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
     where, lanes = platform(), []
     on_gpu = where == "gpu"
     alone_from = ALONE_BYTES_ON_GPU if on_gpu else ALONE_BYTES
-    for bucket, places in _grouped(buckets or [0] * len(leaves)):
+    for _, places in sorted(_grouped(buckets or [0] * len(leaves))):
         narrowest = min(widths[i] for i in places)
         # Wider ones stay together elsewhere: by themselves words of nvfp4 take 7 bytes a parameter more on a TPU.
         alone = [i for i in places if held[i] >= alone_from and (on_gpu or widths[i] == narrowest)]
@@ -132,8 +125,8 @@ def word_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
             if where == "tpu":  # what fills its rows first, so that most begin with a row
                 group = sorted(group, key=lambda i: held[i] // word % TPU_LANES != 0)
             sizes = tuple(held[i] // word for i in group)
-            lanes.append(Lane(tuple(group), sizes, jnp.dtype(f"uint{8 * word}"), bucket))
-    return _in_order(lanes)
+            lanes.append(Lane(tuple(group), sizes, sum(sizes), jnp.dtype(f"uint{8 * word}")))
+    return lanes
 
 
 def sum_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
@@ -143,10 +136,13 @@ def sum_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
     leaves, lanes = jax.tree.leaves(tree), []
     sizes = [math.prod(leaf.shape) for leaf in leaves]
     dtypes = [jnp.dtype(leaf.dtype) for leaf in leaves]
-    for (bucket, dtype), group in _grouped(list(zip(buckets or [0] * len(leaves), dtypes, strict=True))):
-        for part in _parted(group, sizes, SOME_ENTRIES) if dtype.itemsize < 4 else [group]:
-            lanes.append(Lane(tuple(part), tuple(sizes[i] for i in part), dtype, bucket))
-    return _in_order(lanes)
+    for _, places in sorted(_grouped(buckets or [0] * len(leaves))):
+        for dtype, group in _grouped([dtypes[i] for i in places]):
+            same = [places[j] for j in group]
+            for part in _parted(same, sizes, SOME_ENTRIES) if dtype.itemsize < 4 else [same]:
+                held = tuple(sizes[i] for i in part)
+                lanes.append(Lane(tuple(part), held, sum(held), dtype))
+    return lanes
 
 
 def _parted(items: list[int], sizes: list[int], most: int) -> list[list[int]]:
@@ -166,13 +162,6 @@ def _grouped(kinds: Sequence[Any]) -> list[tuple[Any, list[int]]]:
     for place, kind in enumerate(kinds):
         groups.setdefault(kind, []).append(place)
     return list(groups.items())
-
-
-def _in_order(lanes: list[Lane]) -> list[Lane]:
-    """Sorts by the number of the bucket; bucket 0, of small leaves from everywhere, is the last to be ready."""
-    if len(lanes) < 2:
-        return lanes
-    return sorted(lanes, key=lambda lane: (lane.bucket == 0, lane.bucket))
 
 
 def _after(x: Any, before: Any) -> Any:
@@ -241,7 +230,7 @@ def gathered(
         if arrived[first] is not None:
             continue
         words = _pack(lane, leaves)
-        rest = gathered_size(words.size, words.dtype.itemsize) - words.size
+        rest = crossing_size(words.size, words.dtype.itemsize) - words.size
         if rest and devices == 1:  # which would cross all the same; so what arrives is cut out of whole rows
             words = jnp.pad(words, (0, rest))
         if lane.size:
@@ -288,7 +277,7 @@ def gather_bytes(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets:
 def _bytes_gathered(lanes: Sequence[Lane], workers: int, devices: int) -> float:
     """(n - 1) times a device's part of each lane; replicas then send on the n parts."""
     widths = [lane.dtype.itemsize for lane in lanes]
-    parts = [gathered_size(-(-lane.size // devices), width) * width for lane, width in zip(lanes, widths, strict=True)]
+    parts = [crossing_size(-(-lane.size // devices), width) * width for lane, width in zip(lanes, widths, strict=True)]
     return float(sum(parts) * ((workers - 1) + (devices - 1) * workers))
 
 
@@ -332,8 +321,8 @@ def all_to_all_bytes(tree: Any, axis: Axis, replicas: tuple[str, ...] = ()) -> f
     devices, sent = axis_size(replicas) if workers > 1 else 1, 0
     for lane in word_lanes(tree):
         part, width = -(-(lane.size // workers) // devices), lane.dtype.itemsize
-        sent += (workers - 1) * exchanged_size(part, width) * width
-        sent += (devices - 1) * workers * gathered_size(part, width) * width if devices > 1 else 0
+        sent += (workers - 1) * crossing_size(part, width, rows_from=NEVER) * width
+        sent += (devices - 1) * workers * crossing_size(part, width) * width if devices > 1 else 0
     return float(sent)
 
 
@@ -418,13 +407,13 @@ def _bytes_summed(lane: Lane, parts: Sequence[Any], workers: int, devices: int, 
     part, width = -(-lane.size // devices), lane.dtype.itemsize
     if width < 4:
         chunk = -(-part // workers)
-        row = exchanged_size(chunk, width) * width
+        row = crossing_size(chunk, width, rows_from=NEVER) * width
         width = jnp.dtype(wide).itemsize if exact else width
-        sent = (workers - 1) * (row + gathered_size(chunk, width) * width)
+        sent = (workers - 1) * (row + crossing_size(chunk, width) * width)
     else:
         added = summed_size(parts if devices == 1 else [jax.ShapeDtypeStruct((part,), lane.dtype)])
         sent = 2 * (workers - 1) / workers * added * width
-    return float(sent + ((devices - 1) * gathered_size(part, width) * width if devices > 1 else 0))
+    return float(sent + ((devices - 1) * crossing_size(part, width) * width if devices > 1 else 0))
 
 
 def _mean_in_two_steps(words: Array, kind: Any, axis: Axis, weights: Array | None, exact: bool, wide: Any) -> Array:
@@ -447,6 +436,7 @@ TPU_LANES = 128
 # [n, m] of them has four rows in the place of one.
 TPU_SUBLANES = 8
 IN_ROWS = 2**20  # 32-bit entries from which on XLA would lay a message out in rows, as it does all narrower ones
+NEVER = 2**63
 
 
 def gather(x: Array, axis: Axis) -> Array:
@@ -456,7 +446,7 @@ def gather(x: Array, axis: Axis) -> Array:
     spec P() accepts; under vmap and pmap that form is refused, and the plain one is typed so.
     """
     size, lead, width = x.shape[-1], x.shape[:-1], x.dtype.itemsize
-    whole = gathered_size(size, width)
+    whole = crossing_size(size, width)
     if whole > size:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, whole - size)])
     if size and (width < 4 or size >= IN_ROWS) and platform() == "tpu":
@@ -472,22 +462,17 @@ def gather(x: Array, axis: Axis) -> Array:
     return rows[..., :size]
 
 
-def gathered_size(size: int, width: int) -> int:
-    """How many entries cross in `gather` of so many, of `width` bytes each."""
-    return _filled(size, width, width < 4 or size >= IN_ROWS)
+def crossing_size(size: int, width: int, *, rows_from: int = IN_ROWS) -> int:
+    """How many entries cross for so many, of `width` bytes each, in `gather`; or, of a row, in `all_to_all_rows`.
 
+    Between TPUs whole lanes, or tiles of eight rows, or one of 1, 2 or 4 rows; elsewhere those that there are.
 
-def exchanged_size(size: int, width: int) -> int:
-    """How many entries of a row of so many, of `width` bytes each, cross in `all_to_all_rows`."""
-    return _filled(size, width, width < 4)
-
-
-def _filled(size: int, width: int, in_rows: bool) -> int:
-    """Entries that cross between TPUs for so many: whole lanes, or tiles of eight rows, or one of 1, 2 or 4 rows."""
+    rows_from: entries of 32 bits from which on they lie in rows; `NEVER` in an all-to-all.
+    """
     if platform() != "tpu":
         return size
     held = -(-size // TPU_LANES)
-    if in_rows and size:
+    if size and (width < 4 or size >= rows_from):
         held = max(held, 4 // width)  # whole words
         held += -held % min(TPU_SUBLANES, 1 << (held - 1).bit_length())
     return TPU_LANES * held
@@ -495,7 +480,7 @@ def _filled(size: int, width: int, in_rows: bool) -> int:
 
 def summed_size(arrays: Sequence[Any]) -> int:
     """How many entries cross in `sum_arrays` of arrays (or shapes) of one dtype, if all vary over the same axes."""
-    if not _in_tiles():
+    if platform() != "tpu" or not _in_tiles():
         return sum(math.prod(x.shape) for x in arrays)
     sizes = [math.prod(x.shape) for x in arrays if not fills_tiles(x)]
     small = [size for size in sizes if size < SMALL]
@@ -546,13 +531,13 @@ def sum_arrays(arrays: list[Array], axis: Axis) -> list[Array]:
 
 
 def _in_tiles() -> bool:
-    """Whether arrays that are added are given a shape that fills the tiles of a TPU.
+    """Whether arrays that are added on TPUs are given a shape that fills their tiles.
 
     Not where the compiler itself shards them over a mesh axis: to join two dimensions it would gather the whole.
     """
     mesh = jax.sharding.get_abstract_mesh()
     automatic = set(mesh.axis_names) - set(mesh.manual_axes)
-    return platform() == "tpu" and all(mesh.shape[name] == 1 for name in automatic)
+    return all(mesh.shape[name] == 1 for name in automatic)
 
 
 def fills_tiles(x: Any) -> bool:
@@ -674,7 +659,7 @@ def all_to_all_rows(rows: Array, axis: Axis) -> Array:
     (n, size), width = rows.shape, rows.dtype.itemsize
     if platform() != "tpu":
         return exchange(rows)
-    tiles = jnp.pad(rows, ((0, 0), (0, exchanged_size(size, width) - size)))
+    tiles = jnp.pad(rows, ((0, 0), (0, crossing_size(size, width, rows_from=NEVER) - size)))
     tiles = tiles.reshape(n, -1, TPU_LANES) if width < 4 else tiles
     return exchange(tiles).reshape(n, -1)[:, :size]
 

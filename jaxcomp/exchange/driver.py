@@ -86,12 +86,13 @@ from jaxcomp.exchange.state import (
     MeanLocal,
     MeanShared,
     MeanState,
+    OwnState,
     is_mean,
 )
 from jaxcomp.groups import Choice, Groups, Layout, compressors_of, groups_of, split, warn_if_dense
 from jaxcomp.payloads import counted, lane_bytes
 
-__all__ = ["Exchange", "Message", "add_counts", "refusal"]
+__all__ = ["Exchange", "Message", "add_counts", "idle", "own_at_device", "own_off_device", "refusal"]
 
 Array = jax.Array
 PADDING = 2**13  # bytes of tiles that are not filled, which are nobody's choice
@@ -560,19 +561,15 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], c
     compressor, like = parcel.compressor, jax.ShapeDtypeStruct(parcel.like.shape, wide(parcel.like.dtype))
     if arrived.mean is not None:
         return arrived.mean
-    if arrived.payloads is None:
-
-        def decode(total: Any, shared: Any) -> Any:
-            x_hat = compressor.decompress(total, for_worker(compressor, shared, 0, 1), like)
-            check_decoded(compressor.spec.name, x_hat, like)
-            return x_hat
-
-        return way.mean_of(varying(on_equal_types(decode, arrived.total, parcel.shared), way.outer))
     weights = way.weights
     if weights is None:
         weights = jnp.full((way.workers,), way.share, like.dtype)
 
-    def total(payloads: Any, weights: Any, shared: Any) -> Any:
+    def decoded(payloads: Any, weights: Any, shared: Any) -> Any:
+        if arrived.payloads is None:  # it has been added up
+            x_hat = compressor.decompress(payloads, for_worker(compressor, shared, 0, 1), like)
+            check_decoded(compressor.spec.name, x_hat, like)
+            return x_hat
         if cut and like.size >= LONG and compressor.entries is not None:
             found = compressor.entries(payloads, weights, shared, like)
             if is_lazy(found):
@@ -580,9 +577,11 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], c
         return add(like, payloads, weights, shared)
 
     def made(payloads: Any) -> Any:
-        found = varying(on_equal_types(total, payloads, weights, parcel.shared), way.outer)
+        found = varying(on_equal_types(decoded, payloads, weights, parcel.shared), way.outer)
         return way.mean_of(found)
 
+    if arrived.payloads is None:
+        return made(arrived.total)
     if cut and compressor.spec.entrywise and is_apart(like.size, cut.sizes):
         return made_in_pieces(made, arrived.payloads, cut.sizes, cut.dtype)
     payloads = all_there(arrived.payloads)
@@ -598,6 +597,36 @@ def closed(local: MeanLocal, shared: MeanShared, about: Description) -> MeanStat
     place = about.placement
     shared = with_worker_axis(shared, place.outer) if place.outer else shared
     return MeanState(with_worker_axis(whole_vectors(local), place.every), shared, about)
+
+
+def idle(states: Any) -> Any:
+    """The states of means, a tree of them, after a step without an exchange: their counts are those of no message."""
+
+    def each(state: MeanState) -> MeanState:
+        every = state.about.placement.every
+        none = lambda value, x: varying(jnp.full(x.shape, value, x.dtype), every)
+        before, since = state.local.counts._replace(since=()), varying(state.local.counts.since, every)
+        counts = jax.tree.map(none, NO_COUNTS, before)._replace(since=since)
+        return MeanState(state.local._replace(counts=counts), state.shared, state.about)
+
+    return jax.tree.map(each, states, is_leaf=lambda node: isinstance(node, MeanState))
+
+
+def own_off_device(local: Any, placement: Placement, roles: tuple) -> OwnState:
+    """State that one worker keeps for itself, as it is kept: with a leading axis of workers."""
+    return OwnState(with_worker_axis(local, placement.workers), placement.identity, roles)
+
+
+def own_at_device(name: str, own: OwnState, placement: Placement) -> Any:
+    """State that this worker keeps for itself, without the leading axis.
+
+    Raises:
+        ValueError: it belongs to another transformation, or is not cut for one worker.
+    """
+    if not isinstance(own, OwnState) or own.placement != placement.identity:
+        got = own.placement if isinstance(own, OwnState) else type(own).__name__
+        raise ValueError(f"{name}: expected a state of {placement.identity}; got {got}")
+    return without_worker_axis(name, own.local, placement.workers, "own")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxcomp.exchange.axes import Placement, is_bound, with_worker_axis, without_worker_axis
+from jaxcomp.exchange.axes import Placement, is_bound
 from jaxcomp.groups import Groups
 
 __all__ = [
@@ -31,8 +31,6 @@ __all__ = [
     "is_own",
     "kept",
     "means_in",
-    "own_at_device",
-    "own_off_device",
 ]
 
 Array = jax.Array
@@ -194,24 +192,3 @@ def check_rows(name: str, state: MeanState) -> None:
             f"{name}: this state has one row of memory for {known} workers: it was passed through shard_map with P(), "
             "and all other rows are lost. Make the state and its specs with jc.init_state(tx, params, mesh, axis_name)."
         )
-
-
-# ------------------------------------------------------------------------------------------------
-# What each worker keeps for itself
-
-
-def own_off_device(local: Any, placement: Placement, roles: tuple) -> OwnState:
-    """State that one worker keeps for itself, as it is kept: with a leading axis of workers."""
-    return OwnState(with_worker_axis(local, placement.workers), placement.identity, roles)
-
-
-def own_at_device(name: str, own: OwnState, placement: Placement) -> Any:
-    """State that this worker keeps for itself, without the leading axis.
-
-    Raises:
-        ValueError: it belongs to another transformation, or is not cut for one worker.
-    """
-    if not is_own(own) or own.placement != placement.identity:
-        got = own.placement if is_own(own) else type(own).__name__
-        raise ValueError(f"{name}: expected a state of {placement.identity}; got {got}")
-    return without_worker_axis(name, own.local, placement.workers, "own")

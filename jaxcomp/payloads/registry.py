@@ -237,10 +237,7 @@ def code_bits(payload: Any, *, code: str = "fixed") -> Array | int:
     """
     if code not in CODES:
         raise ValueError(f"code_bits: code must be one of {', '.join(CODES)}; got {code!r}")
-    return _bits_of(family_of(payload, "code_bits").codings(payload, code), code)
-
-
-def _bits_of(choices: Choices, code: str) -> Array | int:
+    choices = family_of(payload, "code_bits").codings(payload, code)
     bits = shortest(choices.codings, code)[1]
     return bits if choices.rest is None else bits + choices.rest()
 
@@ -378,7 +375,8 @@ def counted(payload: Any, like: Any, code: str | None) -> tuple[int, Array | flo
             bits, entries = cheap_bits(part), family.entries(part)
         else:
             choices = family.codings(part, code or "fixed")
-            bits = _bits_of(choices, code or "fixed")
+            bits = shortest(choices.codings, code or "fixed")[1]
+            bits = bits if choices.rest is None else bits + choices.rest()
             entries = family.entries(part) if choices.entries is None else choices.entries
         found = (bits, like.size // max(rows, 1) if entries is None else entries)
         return [x.astype(jnp.float32) if isinstance(x, jax.Array) else float(x) for x in found]

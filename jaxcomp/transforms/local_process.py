@@ -27,15 +27,18 @@ from jaxcomp.groups import join, split
 from jaxcomp.payloads import CODES
 from jaxcomp.state.moments import moment_of, places_of, replaced_by
 from jaxcomp.transforms.bytes_exchange import BytesExchange, Gather
-from jaxcomp.transforms.fragments import Timetable, cut, fragments_of, replaced
 from jaxcomp.transforms.local_updates import (
     MOMENTS,
+    Timetable,
     check_times,
+    cut,
     difference_of,
     following,
+    fragments_of,
     is_exact,
     mixed,
     negative_of,
+    replaced,
     towards,
 )
 from jaxcomp.transforms.moments import away_from, check_moments, moved, numbers_of, taken_over

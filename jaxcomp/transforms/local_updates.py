@@ -22,6 +22,8 @@ GPUs inside a loop of at most one turn (`backend.either`).
 
 import contextlib
 import functools
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,25 +34,36 @@ import optax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from jaxcomp.arrays import constants, root_key, wide, wide_like, zeros_like
+from jaxcomp.arrays import constants, root_key, rounded_to, stored, wide, wide_like, zeros_like
 from jaxcomp.backend import either, not_before
 from jaxcomp.base import Algorithm, check_algorithm
 from jaxcomp.checks import is_integer
 from jaxcomp.exchange.axes import Axis, Placement, axis_names, axis_size, is_bound, known_equal, varying
 from jaxcomp.exchange.binding import own_weights, shares_of
 from jaxcomp.exchange.collectives import sum_arrays
+from jaxcomp.exchange.driver import idle, own_at_device, own_off_device
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.routes import Route
-from jaxcomp.exchange.state import OwnState, is_mean, means_in, own_at_device, own_off_device
-from jaxcomp.floats import rounded_to, stored
+from jaxcomp.exchange.state import OwnState, means_in
 from jaxcomp.groups import Buckets, warn_if_dense, without_dense_warning
 from jaxcomp.state.moments import LocalMomentsState, places_of
 from jaxcomp.transforms.compressed_mean import MISSING, levels_of, means_over
-from jaxcomp.transforms.fragments import Timetable, cut, fragments_of, idle, replaced
 from jaxcomp.transforms.moments import Moments, check_moments, numbers_of
 from jaxcomp.transforms.worker_gradients import not_zero, share_of_worker, times
 
-__all__ = ["MOMENTS", "LocalUpdatesState", "check_times", "difference_of", "local_updates", "mixed", "towards"]
+__all__ = [
+    "MOMENTS",
+    "LocalUpdatesState",
+    "Timetable",
+    "check_times",
+    "cut",
+    "difference_of",
+    "fragments_of",
+    "local_updates",
+    "mixed",
+    "replaced",
+    "towards",
+]
 
 Array = jax.Array
 NAME = "local_updates"
@@ -255,6 +268,82 @@ def local_updates(
     return optax.GradientTransformationExtraArgs(parts.init, parts.update)  # pyright: ignore[reportArgumentType]
 
 
+# ------------------------------------------------------------------------------------------------
+# Consecutive fragments of a tree, of about equal size, and the steps at which each of them is exchanged
+
+
+class Timetable(NamedTuple):
+    """When fragment p of P is merged: at the steps t > delay with t mod every = floor((p + 1) every / P) mod every.
+
+    every, fragments, delay: as for `local_updates`. Steps are counted from one, and may be traced.
+
+    >>> times = Timetable(6, 2, 1)
+    >>> [[t for t in range(1, 13) if times.merges(p, t)] for p in range(2)]
+    [[3, 9], [6, 12]]
+    >>> [[t for t in range(1, 13) if times.takes(p, t)] for p in range(2)]
+    [[2, 8], [5, 11]]
+    """
+
+    every: int
+    fragments: int
+    delay: int
+
+    def place(self, fragment: int) -> int:
+        """t mod every at which it is merged."""
+        return (fragment + 1) * self.every // self.fragments % self.every
+
+    def merges(self, fragment: int, step: Any) -> Any:
+        """Whether the fragment is merged at this step."""
+        return (step % self.every == self.place(fragment)) & (step > self.delay)
+
+    def takes(self, fragment: int, step: Any) -> Any:
+        """Whether the difference of the fragment is taken at this step, to be merged `delay` steps later."""
+        return (step + self.delay) % self.every == self.place(fragment)
+
+
+def fragments_of(tree: Any, number: int) -> tuple[tuple[int, ...], ...]:
+    """Numbers of the leaves of each fragment: consecutive, none empty, each nearest to an equal share of what is left.
+
+    Raises:
+        ValueError: fewer leaves than fragments.
+
+    >>> fragments_of([jnp.zeros(4), jnp.zeros(3), jnp.zeros(1), jnp.zeros(9)], 2)
+    ((0, 1, 2), (3,))
+    """
+    sizes = [math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(tree)]
+    if number == 1:
+        return (tuple(range(len(sizes))),)
+    if len(sizes) < number:
+        raise ValueError(f"local_updates: fragments must be at most the number of leaves, {len(sizes)}; got {number}")
+    ends = [0]
+    for left in range(number, 1, -1):  # fragments, of about equal parts of what is left
+        share = sum(sizes[ends[-1] :]) / left
+        distance = lambda end: abs(sum(sizes[ends[-1] : end]) - share)  # noqa: B023
+        ends.append(min(range(ends[-1] + 1, len(sizes) - left + 2), key=distance))
+    ends.append(len(sizes))
+    return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends))
+
+
+def cut(tree: Any, numbers: tuple[int, ...]) -> Any:
+    """The tree with `optax.MaskedNode` in place of the leaves that are not of this fragment: optax passes over these.
+
+    >>> cut({"a": 1, "b": 2}, (1,))
+    {'a': MaskedNode(), 'b': 2}
+    """
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, PartitionSpec))
+    if len(numbers) == len(leaves):
+        return tree
+    return jax.tree.unflatten(structure, [x if i in numbers else optax.MaskedNode() for i, x in enumerate(leaves)])
+
+
+def replaced(tree: Any, numbers: tuple[int, ...], part: Any) -> Any:
+    """The tree with the leaves of a fragment taken from `part`, which `cut` made."""
+    leaves, structure = jax.tree.flatten(tree)
+    for i, leaf in zip(numbers, jax.tree.leaves(part), strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(structure, leaves)
+
+
 def check_times(name: str, every: int, fragments: int, delay: int, mixing: float) -> None:
     """Raises ValueError unless the times of an outer form go together."""
     whole = lambda x, least, most: isinstance(x, (int, np.integer)) and not isinstance(x, bool) and least <= x <= most
@@ -284,6 +373,10 @@ def _axes_of(sharded: Any) -> tuple[str, ...]:
         return axis_names(sharded)
     specs = jax.tree.leaves(sharded, is_leaf=lambda node: isinstance(node, PartitionSpec))
     return tuple(sorted({name for spec in specs for entry in spec if entry is not None for name in axis_names(entry)}))
+
+
+# ------------------------------------------------------------------------------------------------
+# What a step does
 
 
 class _LocalUpdates(NamedTuple):
@@ -418,7 +511,7 @@ class _LocalUpdates(NamedTuple):
 
     def _left(self, before: "_Fragment") -> "_Fragment":
         """A step without an exchange, in which nothing is sent."""
-        return before._replace(mean=jax.tree.map(idle, before.mean, is_leaf=is_mean))
+        return before._replace(mean=idle(before.mean))
 
     def _check(self, grads: Any, state: Any, params: Any, weight: Any) -> None:
         if (weight is None) != (self.shares is None):

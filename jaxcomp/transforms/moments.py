@@ -16,14 +16,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp.arrays import bounded, finite, wide_like
+from jaxcomp.arrays import bounded, finite, rounded_to, wide_like
 from jaxcomp.backend import either
 from jaxcomp.checks import is_integer
 from jaxcomp.exchange.axes import Axis, varying
-from jaxcomp.exchange.state import is_mean
-from jaxcomp.floats import rounded_to
+from jaxcomp.exchange.driver import idle
 from jaxcomp.state.moments import SQUARES, Moment, Places, moment_of, own_where_zero, places_of, replaced_by
-from jaxcomp.transforms.fragments import idle
 
 __all__ = ["Moments", "away_from", "check_moments", "moved", "numbers_of", "taken_over"]
 
@@ -87,7 +85,7 @@ class Moments(NamedTuple):
 
             def left(before):
                 own, moment = before
-                return own, moment._replace(mean=jax.tree.map(idle, moment.mean, is_leaf=is_mean))
+                return own, moment._replace(mean=idle(moment.mean))
 
             own = varying(moment_of(inner, places[name], params), self.workers)
             own, after[name] = either(due[-1], averaged, left, (own, moments[name]))

@@ -17,7 +17,8 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jaxcomp.exchange.axes import Placement, axis_index, check_own, is_bound, local_rows, varying
-from jaxcomp.exchange.state import OwnState, own_at_device, own_off_device
+from jaxcomp.exchange.driver import own_at_device, own_off_device
+from jaxcomp.exchange.state import OwnState
 from jaxcomp.transforms.meshes import exchange_on_mesh, init_on_mesh, on_mesh
 
 __all__ = ["BeforeState", "WorkerGradients", "with_before", "with_rows"]

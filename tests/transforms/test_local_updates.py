@@ -17,8 +17,7 @@ from worlds import fsum
 import jaxcomp as jc
 from jaxcomp import backend
 from jaxcomp.exchange import collectives
-from jaxcomp.transforms.fragments import Timetable, cut, fragments_of
-from jaxcomp.transforms.local_updates import towards
+from jaxcomp.transforms.local_updates import Timetable, cut, fragments_of, towards
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 N = 3

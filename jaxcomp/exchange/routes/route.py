@@ -66,6 +66,7 @@ Array = jax.Array
 # of n messages had but an n-th of it.
 MOST_OMEGA = 4.0
 ANY = Cost(math.inf, math.inf)
+LAST = 2**31 - 1  # number of a bucket behind all others
 
 
 class Way(NamedTuple):
@@ -110,10 +111,11 @@ class Way(NamedTuple):
         return total * last if isinstance(total, SparseSum) else bounded(total * last)  # the sum when it is made
 
     def buckets_of(self, parcels: "Sequence[Parcel]") -> list[int] | None:
-        """The bucket of each array of the payloads; None where all share their collectives."""
+        """The bucket of each array of the payloads, that of small leaves from everywhere, which are ready last, as the
+        last one; None where all share their collectives."""
         if not self.buckets:
             return None
-        return [parcel.bucket for parcel in parcels for _ in jax.tree.leaves(parcel.payload)]
+        return [parcel.bucket or LAST for parcel in parcels for _ in jax.tree.leaves(parcel.payload)]
 
 
 class Parcel(NamedTuple):
