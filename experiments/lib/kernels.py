@@ -266,14 +266,15 @@ def _follows(broadcast: Instruction) -> bool:
     return found is not None and str(first) in found[1].split(",")
 
 
-def _read_for(known: dict[str, Instruction], name: str) -> float:
-    """Entries of all that is read to compute a value."""
+def _read_for(known: dict[str, Instruction], name: str) -> tuple[float, bool]:
+    """Entries of all that is read to compute a value; whether it depends on where it stands, too."""
     found, left = {name}, [name]
     while left:
         more = [other for other in _operands(known[left.pop()]) if other in known and other not in found]
         found.update(more)
         left += more
-    return sum(_entries(known[each]) for each in found if known[each].op == "parameter")
+    read = sum(_entries(known[each]) for each in found if known[each].op == "parameter")
+    return read, any(known[each].op == "iota" for each in found)
 
 
 def _ask(known: dict[str, Instruction], each: Instruction, need: dict[str, float], scattered: dict[str, float]) -> None:
@@ -287,9 +288,9 @@ def _ask(known: dict[str, Instruction], each: Instruction, need: dict[str, float
             window = math.prod(int(n) for n in found[1].split(",") if n) if found else 1
             source = _through(known, name)
             wide = bits_of(contents_of(source.type)[0].dtype) / 8
-            distinct = _read_for(known, inputs[1])
-            if 0 < distinct < asked / window:  # neighbours read the same place, as in a slice
-                more = distinct * window
+            distinct, by_place = _read_for(known, inputs[1])
+            if 0 < distinct < asked / window:  # neighbours read the same place, as in a slice, or neighbouring ones
+                more = asked if by_place else distinct * window
             elif source.op == "parameter" and window * wide < SECTOR and whole * wide > CACHED:
                 scattered[source.name] = scattered.get(source.name, 0.0) + asked / window * SECTOR
                 continue

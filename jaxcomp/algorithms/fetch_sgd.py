@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.arrays import bounded, finite, key_data, wide_like, wrap_key
+from jaxcomp.backend import lanes
 from jaxcomp.base import Algorithm, Sum, count_of
 from jaxcomp.checks import is_integer
-from jaxcomp.compressors.count_sketch import add_to_sketch, estimates
+from jaxcomp.compressors.count_sketch import add_to_sketch, estimates, sketch_of
 from jaxcomp.compressors.sparsify import largest_indices
 from jaxcomp.factories import factory
 from jaxcomp.select import take
@@ -91,7 +92,7 @@ def fetch_sgd(
         def sketched(key, u, x):
             if key is None:
                 return x
-            return bounded(add_to_sketch(key, jnp.zeros_like(u), x.reshape(-1), jnp.arange(x.size)))
+            return bounded(sketch_of(key, x.reshape(-1).astype(u.dtype), *u.shape))
 
         part = lambda key, u, x: sketched(key, u, x).astype(u.dtype) / here.size  # a sum could overflow
         total = yield Sum(tuple(map(part, keys, state.momentum, map(finite, grads))))
@@ -103,12 +104,15 @@ def fetch_sgd(
                 direction.append(new)
                 continue
             e = bounded(before + new)
-            entries = median(estimates(key, e, x.size))
+            entries = estimates(key, e, x.size, median)
             count = target(x.size)
             indices = largest_indices(entries, count, count) if count else jnp.zeros((0,), jnp.int32)
             values = take(entries, indices)
-            errors.append(bounded(add_to_sketch(key, e, -values, indices)))
             found = jnp.zeros_like(entries).at[indices].set(values, mode="drop", indices_are_sorted=True)
+            if lanes() > 1:  # a TPU would sort what is added at places that do not ascend
+                errors.append(bounded(e - sketch_of(key, found, *e.shape)))
+            else:
+                errors.append(bounded(add_to_sketch(key, e, -values, indices)))
             direction.append(found.reshape(x.shape))
         return tuple(direction), FetchState(u, tuple(errors), state.seed)
 

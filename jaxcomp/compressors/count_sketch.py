@@ -2,7 +2,7 @@
 
 import functools
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,20 +10,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import bounded, finite, key_data, weighted, wide, wrap_key
-from jaxcomp.backend import fold, zeros_if_shape
+from jaxcomp.backend import fold, form, zeros_if_shape
 from jaxcomp.base import Compressor, Spec, State, on_vectors
 from jaxcomp.checks import check_like, is_integer, is_whole
 from jaxcomp.compressors.rand_k import Draw, next_draw
 from jaxcomp.factories import factory
-from jaxcomp.hashing import fmix32, multiply_high
+from jaxcomp.hashing import GOLDEN, fmix32, multiply_high
 from jaxcomp.norms import room
 from jaxcomp.payloads import Dense
 
-__all__ = ["add_to_sketch", "count_sketch", "counters", "estimates"]
+__all__ = ["add_to_sketch", "count_sketch", "counters", "estimates", "sketch_of"]
 
 Array = jax.Array
 U32 = jnp.uint32
 MOST_ROWS = 64
+SHORT = 1024  # counters of a row, with fewer of which blocks are too many and too small to be added one by one
 
 
 @factory
@@ -32,10 +33,12 @@ def count_sketch(ratio: float | None = None, *, rows: int = 1, columns: int | No
 
     S_jb = sum_{i: h_j(i) = b} s_j(i) x_i,   C(x)_i = (1/r) sum_j s_j(i) S_{j h_j(i)},   h_j and s_j random hashes.
 
-    Unbiased, omega = (d - 1) / (r c), and linear: sketches of all workers are added on the way. The hashes come from
-    the shared key and the round, so they cost no bits. As good as `rand_k` of the same size, but no entry is ever
-    left out. What sketches are made for, finding the largest entries of a sum, is `fetch_sgd`: there the decoder takes
-    the median of the rows, which is not linear.
+    Every c entries, one after the other, are added to the c counters of a row at a random offset of their own
+    (`counters`): entries of different runs share a counter with chance 1/c, entries of one run never. Unbiased, omega
+    at most (d - 1) / (r c), and linear: sketches of all workers are added on the way. The hashes come from the shared
+    key and the round, so they cost no bits. As good as `rand_k` of the same size, but no entry is ever left out. What
+    sketches are made for, finding the largest entries of a sum, is `fetch_sgd`: there the decoder takes the median of
+    the rows, which is not linear.
 
     Args:
         ratio: counters in all rows together as a share of d, in (0, 1]: c = max(1, floor(ratio d / r)).
@@ -48,7 +51,8 @@ def count_sketch(ratio: float | None = None, *, rows: int = 1, columns: int | No
     Raises:
         ValueError: neither or both of ratio and columns, or out of range.
 
-    Reference: Charikar, Chen, Farach-Colton 2002; Ivkin, Rothchild, Ullah, Braverman, Stoica, Arora 2019.
+    Reference: Charikar, Chen, Farach-Colton 2002; Ivkin, Rothchild, Ullah, Braverman, Stoica, Arora 2019. An offset for
+    each block has their release, too (nikitaivkin/csvec), on top of a hash that all blocks share.
 
     >>> import jaxcomp as jc
     >>> x_hat, payload = jc.roundtrip(jc.count_sketch(columns=2), jnp.array([0.0, 5.0, 0.0]), key=jax.random.key(0))
@@ -61,16 +65,15 @@ def count_sketch(ratio: float | None = None, *, rows: int = 1, columns: int | No
 
     def compress(key, x, state):
         width = columns_of(x.shape[0])
-        zeros = jnp.zeros((rows, width), wide(x.dtype))
-        sketch = add_to_sketch(state.shared.round_key(), zeros, finite(x), jnp.arange(x.shape[0]))
+        sketch = sketch_of(state.shared.round_key(), finite(x).astype(wide(x.dtype)), rows, width)
         return Dense(bounded(bounded(sketch), x.dtype).reshape(-1)), state.local
 
     def decoded(values, shared, size, dtype):
         width = columns_of(size)
         check_like("count_sketch", values.shape, (rows * width,))
-        found = estimates(shared.round_key(), values.astype(dtype).reshape(rows, width), size)
         unit = room(rows)  # products with it are exact, so compilers do not change what is added up
-        return bounded(functools.reduce(jnp.add, [row * unit for row in found]) / (rows * unit))
+        mean = lambda found: bounded(functools.reduce(jnp.add, [row * unit for row in found]) / (rows * unit))
+        return estimates(shared.round_key(), values.astype(dtype).reshape(rows, width), size, mean)
 
     def decompress(payload, shared, like):
         return bounded(decoded(payload.values, shared, like.size, wide(like.dtype)), like.dtype)
@@ -114,14 +117,31 @@ def _columns(name: str, ratio: float | None, rows: int, columns: int | None) -> 
 
 
 def counters(key: Array, row: int, indices: Array, columns: int) -> tuple[Array, Array]:
-    """h(i) i32[k] and the bit of s(i) bool[k], of one row.
+    """h(i), i32[k], and whether s(i) is negative, bool[k], in one row.
 
-    Bits of a hash of the index: the highest say which counter, the lowest which sign.
+    A block is c entries, one after the other. Its entry j counts at j + o, modulo c, where the offset o, uniform on
+    0 .. c - 1, is a hash of block and row. So two entries of different blocks share a counter with chance 1/c, as with
+    any hash, and those of one block never do; and what is added, and read, is runs of memory. The sign is a bit of a
+    hash of the entry.
     """
+    places = indices.astype(U32)
+    at = places % U32(columns) + _offsets(key, row, places // U32(columns), columns)
+    return jnp.where(at >= columns, at - U32(columns), at).astype(jnp.int32), _signs(key, places, [row])[0]
+
+
+def _offsets(key: Array, row: Any, blocks: Array, columns: int) -> Array:
+    """How far each block is shifted in a row: u32."""
     words = jax.random.key_data(wrap_key(key)).reshape(-1)
-    mixed = fmix32(fmix32(indices.astype(U32) ^ words[0]) + words[-1] + U32(0x9E3779B9 * (row + 1) % 2**32))
-    mixed = fmix32(mixed ^ words[0])
-    return multiply_high(mixed, U32(columns)).astype(jnp.int32), (mixed & U32(1)) == 1
+    mixed = fmix32(blocks.astype(U32) ^ words[-1]) + words[0] + U32(GOLDEN) * (U32(1) + jnp.asarray(row, U32))
+    return multiply_high(fmix32(fmix32(mixed) ^ words[-1]), U32(columns))
+
+
+def _signs(key: Array, places: Array, rows: Sequence[int]) -> list[Array]:
+    """Whether the sign of each entry is negative, for each of these rows: bits of a word that 32 rows share."""
+    words = jax.random.key_data(wrap_key(key)).reshape(-1)
+    start = fmix32(places ^ words[0]) + words[-1]
+    hashes = {part: fmix32(start + U32(part * GOLDEN % 2**32)) for part in {row // 32 for row in rows}}
+    return [(hashes[row // 32] >> U32(row % 32)) & U32(1) == 1 for row in rows]
 
 
 def add_to_sketch(key: Array, sketch: Array, values: Array, indices: Array) -> Array:
@@ -138,15 +158,84 @@ def add_to_sketch(key: Array, sketch: Array, values: Array, indices: Array) -> A
     return jnp.stack([one(row) for row in range(rows)])
 
 
-def estimates(key: Array, sketch: Array, size: int) -> list[Array]:
-    """Estimates of each entry by each row: r arrays f[d]."""
+def sketch_of(key: Array, x: Array, rows: int, columns: int) -> Array:
+    """S(x) of a vector f[d], f[r, c] in its dtype."""
+    if not columns or not x.shape[0]:
+        return jnp.zeros((rows, columns), x.dtype)
+    by_gather = functools.partial(_sketch_by_gather, key, x, rows, columns)
+    by_block = functools.partial(_sketch_by_block, key, x, rows, columns)
+    return form(by_block if columns >= SHORT else by_gather, on_gpu=by_gather)()
+
+
+def _sketch_by_gather(key: Array, x: Array, rows: int, columns: int) -> Array:
+    """Each counter adds up its entry of every block: one reduction, whatever the number of blocks."""
+    shape = (-(-x.shape[0] // columns), columns)
+    start, counter = lax.broadcasted_iota(U32, shape, 0) * U32(columns), lax.broadcasted_iota(U32, shape, 1)
+
+    def one(row):
+        offset = _offsets(key, row, jnp.arange(shape[0]), columns)[:, None]
+        place = start + jnp.where(counter < offset, counter + U32(columns), counter) - offset
+        sign = jnp.where(_signs(key, place, [row])[0], -1, 1).astype(x.dtype)
+        return jnp.sum(x.at[place].get(mode="fill", fill_value=0) * sign, axis=0)
+
+    return jnp.stack([one(row) for row in range(rows)])
+
+
+def _sketch_by_block(key: Array, x: Array, rows: int, columns: int) -> Array:
+    """Each block is added, as it stands, to two rounds of the counters, at its offset; these are added in the end."""
+
+    def add(start, signs, offsets, totals):
+        part, after = lax.dynamic_slice_in_dim(x, start, signs[0].size), []
+        for total, negative, offset in zip(totals, signs, offsets, strict=True):
+            now = lax.dynamic_slice_in_dim(total, offset, part.size) + jnp.where(negative, -part, part)
+            after.append(lax.dynamic_update_slice_in_dim(total, now, offset, 0))
+        return after
+
+    totals = [jnp.zeros_like(x, shape=(2 * columns,)) for _ in range(rows)]
+    totals = _for_each_block(key, x.shape[0], rows, columns, add, totals)
+    return jnp.stack([total[:columns] + total[columns:] for total in totals])
+
+
+def _for_each_block(key: Array, size: int, rows: int, columns: int, step: Callable[..., Any], carry: Any) -> Any:
+    """step(first entry, signs and offset of each row, carry), for one block after the other, of which the last one may
+    be shorter."""
+    whole, rest = size // columns, size % columns
+    offsets = _offsets(key, jnp.arange(rows)[:, None], jnp.arange(whole + 1), columns).astype(jnp.int32)
+
+    def one(block, count, carry):
+        start = block * columns
+        signs = _signs(key, jnp.asarray(start, U32) + lax.iota(U32, count), range(rows))
+        return step(start, signs, list(offsets[:, block]), carry)
+
+    carry = lax.fori_loop(0, whole, lambda block, carry: one(block, columns, carry), carry) if whole else carry
+    return one(whole, rest, carry) if rest else carry
+
+
+def estimates(key: Array, sketch: Array, size: int, join: Callable[[list[Array]], Array]) -> Array:
+    """What the rows say of each entry, s_j(i) S_{j h_j(i)}, joined to one number, f[d].
+
+    join: r arrays, one of each row -> one, entry by entry.
+    """
     rows, columns = sketch.shape
-    if not columns:
-        return [jnp.zeros((size,), sketch.dtype)] * rows
+    if not columns or not size:
+        return join([jnp.zeros((size,), sketch.dtype)] * rows)
 
-    def one(row: int) -> Any:
-        place, negative = counters(key, row, lax.iota(jnp.int32, size), columns)
-        found = sketch[row][place]
-        return jnp.where(negative, -found, found)
+    def by_gather() -> Array:
+        def one(row: int) -> Array:
+            place, negative = counters(key, row, lax.iota(jnp.int32, size), columns)
+            sign = jnp.where(negative, -1, 1).astype(sketch.dtype)  # XLA for GPUs writes what a choice reads twice
+            return sketch[row].at[place].get(mode="promise_in_bounds") * sign
 
-    return [one(row) for row in range(rows)]
+        return join([one(row) for row in range(rows)])
+
+    def by_block() -> Array:
+        twice = [jnp.concatenate([sketch[row]] * 2) for row in range(rows)]
+
+        def read(start, signs, offsets, out):
+            parts = [lax.dynamic_slice_in_dim(x, at, signs[0].size) for x, at in zip(twice, offsets, strict=True)]
+            found = [jnp.where(negative, -part, part) for negative, part in zip(signs, parts, strict=True)]
+            return lax.dynamic_update_slice_in_dim(out, join(found), start, 0)
+
+        return _for_each_block(key, size, rows, columns, read, jnp.zeros_like(sketch, shape=(size,)))
+
+    return form(by_block if columns >= SHORT else by_gather, on_gpu=by_gather)()

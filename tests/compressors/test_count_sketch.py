@@ -1,5 +1,7 @@
 """Count sketches, and FetchSGD."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,9 @@ from worlds import AXIS, run_shard_map
 
 import jaxcomp as jc
 from jaxcomp.algorithms.fetch_sgd import median
-from jaxcomp.compressors.count_sketch import counters
+from jaxcomp.compressors.count_sketch import add_to_sketch, counters, estimates, sketch_of
+
+count_sketch_file = sys.modules["jaxcomp.compressors.count_sketch"]  # whose name is that of its function
 
 
 def matrix_of(key, rows, columns, size):
@@ -20,12 +24,49 @@ def matrix_of(key, rows, columns, size):
     return out
 
 
-def test_hashes_spread_evenly_and_signs_are_independent_of_places(key):
-    place, negative = map(np.asarray, counters(key, 2, jnp.arange(60_000), 30))
-    counts = np.array([np.bincount(place[negative == bit], minlength=30) for bit in (False, True)])
-    assert np.max(np.abs(counts - 1000)) < 6 * np.sqrt(1000)
-    other, _ = map(np.asarray, counters(key, 3, jnp.arange(60_000), 30))
-    assert abs(np.mean(place == other) - 1 / 30) < 6 * np.sqrt(1 / 30 / 60_000)
+def test_entries_of_different_blocks_share_a_counter_as_often_as_chance_has_it(key):
+    columns, blocks = 30, 20_000
+    place, negative = map(np.asarray, counters(key, 2, jnp.arange(blocks * columns), columns))
+    place = place.reshape(blocks, columns)
+    assert all(len(set(row)) == columns for row in place[:100])  # within a block never
+    offsets = np.bincount(place[:, 0], minlength=columns)
+    assert np.max(np.abs(offsets - blocks / columns)) < 6 * np.sqrt(blocks / columns)
+    # Any two blocks: the differences of their offsets are as even, for neighbours and at a distance.
+    for apart in (1, 2, 64):
+        found = np.bincount((place[apart:, 0] - place[:-apart, 0]) % columns, minlength=columns)
+        assert np.max(np.abs(found - blocks / columns)) < 6 * np.sqrt(blocks / columns)
+    other, negative_there = map(np.asarray, counters(key, 3, jnp.arange(blocks * columns), columns))
+    assert abs(np.mean(place[:, 0] == other[::columns]) - 1 / 30) < 6 * np.sqrt(1 / 30 / blocks)
+    for bits in (
+        negative,
+        negative ^ negative_there,
+        negative[1:] ^ negative[:-1],
+        negative ^ np.roll(negative, columns),
+    ):
+        assert abs(np.mean(bits) - 0.5) < 3 / np.sqrt(bits.size)
+
+
+@pytest.mark.parametrize(("size", "columns"), [(1, 1), (7, 7), (50, 7), (49, 7), (6, 50), (2100, 2099), (2100, 1)])
+def test_runs_and_reductions_make_one_sketch(size, columns, key, seed, monkeypatch):
+    """The form for CPUs and TPUs, that for GPUs, and the hashes themselves, entry by entry."""
+    x, rows = jnp.asarray(np.random.default_rng(seed).integers(-99, 99, size), jnp.float32), 3
+    found, read = [], []
+    for short in (0, 2**31):
+        monkeypatch.setattr(count_sketch_file, "SHORT", short)
+        found.append(sketch_of(key, x, rows, columns))
+        read.append(estimates(key, found[-1], size, lambda rows: rows[0] + 100 * rows[1] - 7 * rows[2]))
+    by_entry = add_to_sketch(key, jnp.zeros((rows, columns)), x, jnp.arange(size))
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], by_entry)
+    np.testing.assert_array_equal(read[0], read[1])
+    back = [row.T @ y for row, y in zip(matrix_of(key, rows, columns, size), np.float64(by_entry), strict=True)]
+    np.testing.assert_array_equal(read[0], back[0] + 100 * back[1] - 7 * back[2])
+
+
+def test_signs_of_many_rows_are_independent(key):
+    bits = np.array([np.asarray(counters(key, row, jnp.arange(20_000), 7)[1]) for row in range(64)])
+    likeness = np.corrcoef(bits) - np.eye(64)
+    assert np.max(np.abs(likeness)) < 6 / np.sqrt(20_000)
 
 
 def test_sketch_is_linear_and_its_payload_the_sum(key, seed):
