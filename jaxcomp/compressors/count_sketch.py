@@ -162,12 +162,13 @@ def sketch_of(key: Array, x: Array, rows: int, columns: int) -> Array:
     """S(x) of a vector f[d], f[r, c] in its dtype."""
     if not columns or not x.shape[0]:
         return jnp.zeros((rows, columns), x.dtype)
-    by_gather = functools.partial(_sketch_by_gather, key, x, rows, columns)
-    by_block = functools.partial(_sketch_by_block, key, x, rows, columns)
-    return form(by_block if columns >= SHORT else by_gather, on_gpu=by_gather)()
+    unit = room(-(-x.shape[0] // columns))  # so that no sum on the way overflows: of opposite infinities it were NaN
+    by_gather = functools.partial(_sketch_by_gather, key, x, rows, columns, unit)
+    by_block = functools.partial(_sketch_by_block, key, x, rows, columns, unit)
+    return form(by_block if columns >= SHORT else by_gather, on_gpu=by_gather)() / unit
 
 
-def _sketch_by_gather(key: Array, x: Array, rows: int, columns: int) -> Array:
+def _sketch_by_gather(key: Array, x: Array, rows: int, columns: int, unit: float) -> Array:
     """Each counter adds up its entry of every block: one reduction, whatever the number of blocks."""
     shape = (-(-x.shape[0] // columns), columns)
     start, counter = lax.broadcasted_iota(U32, shape, 0) * U32(columns), lax.broadcasted_iota(U32, shape, 1)
@@ -175,19 +176,20 @@ def _sketch_by_gather(key: Array, x: Array, rows: int, columns: int) -> Array:
     def one(row):
         offset = _offsets(key, row, jnp.arange(shape[0]), columns)[:, None]
         place = start + jnp.where(counter < offset, counter + U32(columns), counter) - offset
-        sign = jnp.where(_signs(key, place, [row])[0], -1, 1).astype(x.dtype)
-        return jnp.sum(x.at[place].get(mode="fill", fill_value=0) * sign, axis=0)
+        found, negative = x.at[place].get(mode="fill", fill_value=0) * unit, _signs(key, place, [row])[0]
+        return jnp.sum(jnp.where(negative, -found, found), axis=0)
 
     return jnp.stack([one(row) for row in range(rows)])
 
 
-def _sketch_by_block(key: Array, x: Array, rows: int, columns: int) -> Array:
+def _sketch_by_block(key: Array, x: Array, rows: int, columns: int, unit: float) -> Array:
     """Each block is added, as it stands, to two rounds of the counters, at its offset; these are added in the end."""
 
     def add(start, signs, offsets, totals):
         part, after = lax.dynamic_slice_in_dim(x, start, signs[0].size), []
         for total, negative, offset in zip(totals, signs, offsets, strict=True):
-            now = lax.dynamic_slice_in_dim(total, offset, part.size) + jnp.where(negative, -part, part)
+            signed = part * jnp.where(negative, -unit, unit).astype(x.dtype)
+            now = lax.dynamic_slice_in_dim(total, offset, part.size) + signed
             after.append(lax.dynamic_update_slice_in_dim(total, now, offset, 0))
         return after
 
