@@ -128,7 +128,7 @@ def _arrays(tried: _Tried) -> None:
         if len(said) != len(leaves):
             broken(f"Family.{what} says something of each of the {len(leaves)} arrays; it has {len(said)} items")
     here, there = num_entries(payload), num_entries(jax.tree.map(jnp.asarray, payload))
-    if (here is None) != (there is None) or (here is not None and int(here) != int(there)):
+    if (here is None) != (there is None) or (here is not None and there is not None and int(here) != int(there)):
         broken(f"Family.entries counts alike on the host and in jit; {here} and {there}")
 
 
