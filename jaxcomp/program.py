@@ -22,7 +22,7 @@ from jaxcomp.hlo import (
     split_list,
     trip_count,
 )
-from jaxcomp.transfers import Places, pairs_of_send, rendezvous_of, targets, transfer_of, unknown_kind
+from jaxcomp.transfers import DeviceNumbers, pairs_of_send, rendezvous_of, targets, transfer_of, unknown_kind
 
 __all__ = ["SENT", "Module", "Row"]
 
@@ -155,7 +155,7 @@ class Module:
         sends = [i.attributes for known in self.computations.values() for i in known.values() if i.op == "send"]
         self.rendezvous = {rendezvous_of(attributes) for attributes in sends}
         named = [number for attributes in sends for group in targets(attributes) for number, _ in group]
-        self.places = Places(self.devices, max(named, default=0) + 1, devices)
+        self.places = DeviceNumbers(self.devices, max(named, default=0) + 1, devices)
 
     def walk(self, computation: str, times: int | None, branch: str) -> tuple[list[Row], float]:
         """Rows and bytes of a computation and all that it calls."""

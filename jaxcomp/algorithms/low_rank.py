@@ -183,7 +183,7 @@ def bases_of(stacks: Sequence[Array]) -> list[Array]:
     bases = {}
     for kind in dict.fromkeys((x.shape[2], x.dtype) for x in stacks):
         alike = [i for i, x in enumerate(stacks) if (x.shape[2], x.dtype) == kind]
-        cut = _Blocks([stacks[i].shape for i in alike])
+        cut = _ColumnBlocks([stacks[i].shape for i in alike])
         basis = _gram_schmidt(cut.join([_scaled(stacks[i]) for i in alike]), cut)
         bases |= zip(alike, cut.split(basis), strict=True)
     return [bases[i] for i in range(len(stacks))]
@@ -194,7 +194,7 @@ def _scaled(x: Array) -> Array:
     return x / jnp.where(largest > 0, largest, 1)
 
 
-class _Blocks:
+class _ColumnBlocks:
     """Columns of n matrices [r, k] of several shapes as one array [b, k, BLOCK], with zeros behind the last rows."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]):
@@ -246,7 +246,7 @@ class _Blocks:
         return jnp.sum(parts[self.blocks], axis=1)[self.matrix]
 
 
-def _gram_schmidt(columns: Array, cut: _Blocks) -> Array:
+def _gram_schmidt(columns: Array, cut: _ColumnBlocks) -> Array:
     def apart(basis: Array, v: Array) -> Array:
         """Columns v without what lies in the span of a basis, whose columns have length one or zero."""
         product = lambda u, basis: jnp.einsum("bij,bjx->bix", u, basis, precision="highest")

@@ -64,8 +64,8 @@ from jaxcomp.codes.stream import low_bits, read_fields, starts_of
 __all__ = [
     "CODERS",
     "MAX_KEYS",
+    "ChosenScheme",
     "Gaps",
-    "Plan",
     "decode_gaps",
     "decode_keys",
     "encode_keys",
@@ -125,7 +125,7 @@ def gaps_of(keys: Array, counts: Array) -> Gaps:
 # Which scheme, and what it costs
 
 
-class Plan(NamedTuple):
+class ChosenScheme(NamedTuple):
     """scheme i32[]; bits i32[] of the whole stream; lengths i32[33] of the Huffman code of n."""
 
     scheme: Array
@@ -133,7 +133,7 @@ class Plan(NamedTuple):
     lengths: Array
 
 
-def plan(gaps: Gaps, coder: str = "best") -> Plan:
+def plan(gaps: Gaps, coder: str = "best") -> ChosenScheme:
     """The scheme that a coder chooses for these gaps, and the bits of the stream.
 
     Args:
@@ -155,7 +155,7 @@ def plan(gaps: Gaps, coder: str = "best") -> Plan:
     if coder == "released":
         scheme = xp.asarray(ESTIMATED)[xp.argmin(total(ESTIMATES))]
         bits = total(CLASS_BITS)[scheme]
-        return Plan(scheme, SCHEME_BITS + bits, xp.zeros((CLASSES,), xp.int32))
+        return ChosenScheme(scheme, SCHEME_BITS + bits, xp.zeros((CLASSES,), xp.int32))
     options = [(schemes[0], xp.asarray(TOO_DEAR, xp.int32))]  # (number, bits)
     lengths = xp.zeros((CLASSES,), xp.int32)
     plain = [number for number in schemes if number < ENTROPY]
@@ -173,7 +173,7 @@ def plan(gaps: Gaps, coder: str = "best") -> Plan:
     costs = xp.stack([xp.asarray(bits, xp.int32) for _, bits in options])
     numbers = xp.stack([xp.asarray(number, xp.int32) for number, _ in options])
     cheapest = xp.argmin(costs)
-    return Plan(numbers[cheapest], SCHEME_BITS + costs[cheapest], lengths)
+    return ChosenScheme(numbers[cheapest], SCHEME_BITS + costs[cheapest], lengths)
 
 
 def _rice(gaps: Gaps, count: Array) -> tuple[Array, Array]:
@@ -213,7 +213,7 @@ def key_words(size: int) -> int:
 
 
 def encode_keys(
-    keys: Array, counts: Array, *, coder: str = "best", num_words: int | None = None, chosen: Plan | None = None
+    keys: Array, counts: Array, *, coder: str = "best", num_words: int | None = None, chosen: ChosenScheme | None = None
 ) -> tuple[Array, Array]:
     """Keys as a stream of bits that says by itself how it is coded.
 

@@ -11,7 +11,7 @@ from jaxcomp.arrays import bounded, finite, wide
 from jaxcomp.backend import form, materialized
 from jaxcomp.base import Compressor, Spec, on_vectors
 from jaxcomp.checks import check_like, is_whole
-from jaxcomp.compressors.blocks import Blocks, blocks_of
+from jaxcomp.compressors.blocks import BlockSizes, blocks_of
 from jaxcomp.factories import factory
 from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.norms import max_abs
@@ -71,7 +71,7 @@ def binned(bits: int = 2, *, refine: int = 4, blocks: int | None = None, block_s
     name = f"binned({bits}" + (f", refine={refine}" if refine != 4 else "")
     name += f", blocks={blocks}" if blocks else f", block_size={block_size}" if block_size else ""
 
-    def rows_of(x: Array, cut: Blocks) -> Array:
+    def rows_of(x: Array, cut: BlockSizes) -> Array:
         """The blocks as rows, the shorter ones filled up with zeros."""
         if cut.tail <= cut.length or not cut.rows:
             return jnp.pad(x, (0, cut.count * cut.largest - x.shape[0])).reshape(cut.count, cut.largest)
@@ -80,7 +80,7 @@ def binned(bits: int = 2, *, refine: int = 4, blocks: int | None = None, block_s
             [jnp.pad(body, ((0, 0), (0, cut.tail - cut.length))), x[cut.rows * cut.length :].reshape(1, -1)]
         )
 
-    def flat_of(rows: Array, cut: Blocks, d: int) -> Array:
+    def flat_of(rows: Array, cut: BlockSizes, d: int) -> Array:
         if cut.tail <= cut.length or not cut.rows:
             return rows.reshape(-1)[:d]
         return jnp.concatenate([rows[: cut.rows, : cut.length].reshape(-1), rows[cut.rows]])

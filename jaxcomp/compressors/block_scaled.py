@@ -31,9 +31,9 @@ from jaxcomp.arrays import bounded, finite, wide
 from jaxcomp.backend import all_finite, form, in_parts
 from jaxcomp.base import MOST, Compressor, Spec, on_vectors
 from jaxcomp.checks import check_like, contraction, is_whole
-from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, worth
+from jaxcomp.compressors.blocks import BlockSizes, add_worth, blocks_of, coded, worth
 from jaxcomp.compressors.elements import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, Elements, Float, Integer
-from jaxcomp.compressors.scales import SCALES, Made, Scale
+from jaxcomp.compressors.scales import SCALES, BlockScales, Scale
 from jaxcomp.factories import factory
 from jaxcomp.groups import WHOLE_BLOCKS
 from jaxcomp.norms import max_abs
@@ -179,7 +179,7 @@ def _compressor(elements: Elements, rule: Scale, layout: Any, stochastic: bool, 
         # rounding.
         return rule.times(elements.decode(codes), scale)
 
-    def better_of(x: Array, cut: Blocks, made: Made) -> Made:
+    def better_of(x: Array, cut: BlockSizes, made: BlockScales) -> BlockScales:
         """The same blocks, with the next smaller scale where that loses less."""
         lower = rule.lower(made)
         error = lambda each: _within(x) - value(code(x, each), each)

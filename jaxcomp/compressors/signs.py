@@ -13,7 +13,7 @@ from jaxcomp.arrays import bounded, finite, wide
 from jaxcomp.backend import form, in_parts
 from jaxcomp.base import Compressor, Spec, on_vectors
 from jaxcomp.checks import check_like, is_number
-from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, worth
+from jaxcomp.compressors.blocks import BlockSizes, add_worth, blocks_of, coded, worth
 from jaxcomp.factories import factory
 from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.groups import WHOLE_BLOCKS, Layout
@@ -68,7 +68,7 @@ def sign(scale: float | str = "mean", *, blocks: int | None = None, block_size: 
     longest = lambda d: max(layout(d).largest, 1)
     alpha = {"mean": lambda d: 1 / longest(d), "l2": lambda d: 2 / math.sqrt(longest(d)) - 1}.get(str(scale))
 
-    def scales_of(x: Array, cut: Blocks) -> Array:
+    def scales_of(x: Array, cut: BlockSizes) -> Array:
         if scale == "mean":
             each = _by_block(x, cut, _mean_magnitude)
         else:
@@ -196,7 +196,7 @@ def _of_three(codes: Array, scale: Array) -> Array:
 def _read(
     name: str,
     width: int,
-    layout: Callable[[int], Blocks],
+    layout: Callable[[int], BlockSizes],
     value: Callable[[Array, Array], Array],
     scale: float | None = None,
 ) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def _read(
     return {"decompress": decompress, "accumulate": accumulate}
 
 
-def _by_block(x: Array, cut: Blocks, function: Any) -> Array:
+def _by_block(x: Array, cut: BlockSizes, function: Any) -> Array:
     """function([b, m]) -> [b] of the blocks."""
     body = cut.rows * cut.length
     parts = [function(x[:body].reshape(cut.rows, cut.length))] if cut.rows else []

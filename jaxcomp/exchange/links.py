@@ -47,7 +47,7 @@ __all__ = [
     "Link",
     "OnLinks",
     "Phase",
-    "Plan",
+    "RingSchedule",
     "check_link",
     "check_links",
     "cost_of",
@@ -307,7 +307,7 @@ class Phase(NamedTuple):
         return max(self.counts)
 
 
-class Plan(NamedTuple):
+class RingSchedule(NamedTuple):
     """Every word of every worker to all, around a ring: whole pieces first, then what is left over."""
 
     phases: tuple[Phase, ...]
@@ -327,7 +327,7 @@ def _tick(words: int, link: Link) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def ring_plan(lengths: tuple[int, ...], link: Link = DEFAULT) -> Plan:
+def ring_plan(lengths: tuple[int, ...], link: Link = DEFAULT) -> RingSchedule:
     """The fastest schedule by the model, among sizes of pieces.
 
     Each message is cut into as many pieces of one size as fit, and its rest into pieces of a smaller
@@ -345,7 +345,7 @@ def ring_plan(lengths: tuple[int, ...], link: Link = DEFAULT) -> Plan:
     """
     n, longest, total = len(lengths), max(lengths), sum(lengths)
     if n == 1 or longest == 0:
-        return Plan(())
+        return RingSchedule(())
     best = None
     for whole in {-(-longest // pieces) for pieces in range(1, min(MOST_PIECES, longest) + 1)}:
         counts = tuple(length // whole for length in lengths)
@@ -358,7 +358,7 @@ def ring_plan(lengths: tuple[int, ...], link: Link = DEFAULT) -> Plan:
             if best is None or (waste, seconds, -whole) < best[0]:
                 best = (waste, seconds, -whole), ((whole, counts), (small, left))
     assert best is not None
-    return Plan(tuple(Phase(words, counts, _ticks(counts)) for words, counts in best[1] if words and any(counts)))
+    return RingSchedule(tuple(Phase(words, counts, _ticks(counts)) for words, counts in best[1] if words and any(counts)))
 
 
 def _ticks(counts: tuple[int, ...]) -> tuple[Tick, ...]:

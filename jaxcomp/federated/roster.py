@@ -7,7 +7,7 @@ import numpy as np
 from jaxcomp.federated.messages import Answer
 from jaxcomp.payloads import Sparse
 
-__all__ = ["Arrived", "Entry", "Round"]
+__all__ = ["ArrivedAnswer", "Entry", "Round"]
 
 
 class Round(NamedTuple):
@@ -58,7 +58,7 @@ class Entry:
         return 2 * size / max(self.limit, 1)
 
 
-class Arrived(NamedTuple):
+class ArrivedAnswer(NamedTuple):
     member: Any
     answer: Answer
     message: Sparse

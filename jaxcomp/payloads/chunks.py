@@ -92,7 +92,7 @@ def _check(payload: Chunks) -> None:
 # Bits
 
 
-class _Sent(NamedTuple):
+class _SentGaps(NamedTuple):
     """gaps u32[n], all of them;  count: up to the last that is not zero;  total f[]: what these add up to."""
 
     gaps: Array
@@ -113,16 +113,16 @@ class _Sent(NamedTuple):
         return (running_sum((self.gaps + xp.uint32(1)).astype(xp.uint32)) - xp.uint32(1)).astype(xp.int32)
 
 
-def _sent(words: Array) -> _Sent:
+def _sent(words: Array) -> _SentGaps:
     size = 32 * words.shape[1]
     if is_host(words):
         gaps = unpack_words(words)
         where = np.flatnonzero(gaps)
         count = np.int32(where[-1] + 1 if where.size else 0)
-        return _Sent(gaps[: int(count)], count, np.float32(np.sum(gaps, dtype=np.float64) + count))
+        return _SentGaps(gaps[: int(count)], count, np.float32(np.sum(gaps, dtype=np.float64) + count))
     gaps = unpack(words, size)
     count = jnp.max(jnp.where(gaps != 0, lax.iota(I32, size) + 1, 0), initial=0)
-    return _Sent(gaps, count, jnp.sum(gaps.astype(jnp.float32)) + count.astype(jnp.float32))
+    return _SentGaps(gaps, count, jnp.sum(gaps.astype(jnp.float32)) + count.astype(jnp.float32))
 
 
 def _codings(payload: Chunks, code: str) -> Choices:

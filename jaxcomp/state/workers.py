@@ -12,7 +12,7 @@ import optax
 from jaxcomp.algorithms.narrow import Narrow
 from jaxcomp.arrays import is_left_out
 from jaxcomp.exchange.rearrange import (
-    Cut,
+    LeadingAxes,
     Misfit,
     Move,
     change_of,
@@ -168,12 +168,12 @@ def _groups(mean: MeanState) -> int:
     return np.shape(mean.shared.count)[0] if mean.about.placement.outer else 1
 
 
-def _cut(mean: MeanState, sizes: dict[tuple[str, ...], int]) -> Cut:
+def _cut(mean: MeanState, sizes: dict[tuple[str, ...], int]) -> LeadingAxes:
     later = mean.about.placement.later
     if not set(later) <= set(sizes):
         raise Misfit("one level of a hierarchy; give the state of the whole optimizer")
     groups = math.prod(sizes[axes] for axes in later)
-    return Cut(groups, _groups(mean) // groups, sizes[mean.about.placement.names])
+    return LeadingAxes(groups, _groups(mean) // groups, sizes[mean.about.placement.names])
 
 
 def _mean(old: MeanState, new: MeanState, sizes: list[dict], keep: str) -> MeanState:

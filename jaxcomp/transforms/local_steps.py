@@ -44,7 +44,7 @@ from jaxcomp.transforms.meshes import (
     warn_if_alone,
     without,
 )
-from jaxcomp.transforms.worker_gradients import Loss, Own, check_loss_options, own_gradients
+from jaxcomp.transforms.worker_gradients import Loss, WorkerResult, check_loss_options, own_gradients
 
 __all__ = ["LocalSteps", "LocalStepsState", "local_steps"]
 
@@ -160,7 +160,7 @@ class LocalSteps:
         check_cut(NAME, self.loss.batch, batch, named, call, mesh, self.workers)
         return _on_mesh(self, call, mesh, own, state, given)
 
-    def _out(self, found: Own) -> Any:
+    def _out(self, found: WorkerResult) -> Any:
         return (found.loss, jax.tree.map(lambda x: x[:, 0], found.extra)) if self.loss.has_aux else found.loss
 
     def _rows(self, specs: Any, axes: tuple[str, ...]) -> Any:

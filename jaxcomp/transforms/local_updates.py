@@ -47,7 +47,7 @@ from jaxcomp.groups import Buckets, warn_if_dense, without_dense_warning
 from jaxcomp.state.moments import LocalMomentsState, places_of
 from jaxcomp.transforms.compressed_mean import MISSING, levels_of, means_over
 from jaxcomp.transforms.fragments import Timetable, cut, fragments_of, idle, replaced
-from jaxcomp.transforms.moments import Moments, check_moments, numbers_of
+from jaxcomp.transforms.moments import MomentAveraging, check_moments, numbers_of
 from jaxcomp.transforms.worker_gradients import not_zero, share_of_worker, times
 
 __all__ = ["MOMENTS", "LocalUpdatesState", "check_times", "difference_of", "local_updates", "mixed", "towards"]
@@ -249,7 +249,7 @@ def local_updates(
         Timetable(int(every), int(fragments), int(delay)),
         float(mixing),
         shares if weighted else None,
-        Moments(NAME, periods, mean_of_moment, list(levels)[last]),
+        MomentAveraging(NAME, periods, mean_of_moment, list(levels)[last]),
         sharded,
     )
     return optax.GradientTransformationExtraArgs(parts.init, parts.update)  # pyright: ignore[reportArgumentType]
@@ -302,7 +302,7 @@ class _LocalUpdates(NamedTuple):
     times: Timetable
     mixing: float
     shares: Any
-    moments: Moments
+    moments: MomentAveraging
     sharded: Any
 
     @property

@@ -33,7 +33,7 @@ from jaxcomp.transforms.worker_gradients import (
     ROWS,
     Gradients,
     Loss,
-    Own,
+    WorkerResult,
     own_gradients,
     stand_in,
     worker_gradients,
@@ -316,7 +316,7 @@ def own_gradients_on_mesh(
     own: Any,
     given: Given,
     why: str,
-) -> Own:
+) -> WorkerResult:
     """Results of `own_gradients` at each worker at parameters of its own, all behind a leading axis of workers.
 
     Args:
@@ -335,7 +335,7 @@ def own_gradients_on_mesh(
     return _stage(one, how, mesh, workers, P(owners), P(workers), own, state, given, None)
 
 
-def check_kept(found: Own) -> None:
+def check_kept(found: WorkerResult) -> None:
     """Refuses changes of what is not a worker's own."""
     if any(leaf is not None for leaf in found.rest):
         raise TypeError(

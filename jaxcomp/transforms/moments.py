@@ -25,7 +25,7 @@ from jaxcomp.floats import rounded_to
 from jaxcomp.state.moments import SQUARES, Moment, Places, moment_of, own_where_zero, places_of, replaced_by
 from jaxcomp.transforms.fragments import idle
 
-__all__ = ["Moments", "away_from", "check_moments", "moved", "numbers_of", "taken_over"]
+__all__ = ["MomentAveraging", "away_from", "check_moments", "moved", "numbers_of", "taken_over"]
 
 Array = jax.Array
 
@@ -45,7 +45,7 @@ def check_moments(name: str, moments: Any, algorithm: Any) -> tuple[tuple[str, i
     return tuple(sorted((each, int(period)) for each, period in moments.items()))
 
 
-class Moments(NamedTuple):
+class MomentAveraging(NamedTuple):
     """The moments of a transformation.
 
     name: of it, for errors. periods: pairs of a name and K_j, sorted. mean(j, leaves): of the differences of moment j,

@@ -11,12 +11,12 @@ from jaxcomp.exchange.axes import Axis
 from jaxcomp.exchange.links import Cost, Levels, Link, cost_of
 from jaxcomp.exchange.routes.route import Parcel, Way, gathering_route
 from jaxcomp.exchange.routes.unequal import from_buffers, gather_by, own_words, pieces_of
-from jaxcomp.payloads.unequal import Message
+from jaxcomp.payloads.unequal import UnequalMessage
 
 __all__ = ["RAGGED", "gather"]
 
 
-def exchange(message: Message, axis: Axis, link: Link | Levels) -> Any:
+def exchange(message: UnequalMessage, axis: Axis, link: Link | Levels) -> Any:
     """The words of all workers without padding, put back into payloads stacked on a leading axis of n."""
     del link
     lengths = message.lengths

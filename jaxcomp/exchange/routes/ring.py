@@ -15,14 +15,14 @@ from jaxcomp.exchange.collectives import send
 from jaxcomp.exchange.links import Cost, Levels, Link, Phase, ring_plan, slowest
 from jaxcomp.exchange.routes.route import gathering_route
 from jaxcomp.exchange.routes.unequal import from_buffers, gather_by, own_words
-from jaxcomp.payloads.unequal import Message
+from jaxcomp.payloads.unequal import UnequalMessage
 
 __all__ = ["RING", "gather"]
 
 Array = jax.Array
 
 
-def exchange(message: Message, axis: Axis, link: Link | Levels) -> Any:
+def exchange(message: UnequalMessage, axis: Axis, link: Link | Levels) -> Any:
     """The words of all workers without padding, put back into payloads stacked on a leading axis of n."""
     lengths = message.lengths
     n, number = len(lengths), axis_index(axis)
