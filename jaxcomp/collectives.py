@@ -21,8 +21,8 @@ from jaxcomp.base import Compressor, Spec, State, on_vectors
 from jaxcomp.compressors.dense import cast, narrow_type
 from jaxcomp.compressors.rows import rows
 from jaxcomp.exchange.axes import Axis, axis_index, axis_size, is_bound, types_tell, varying, varying_axes
-from jaxcomp.exchange.collectives import all_gather as gathered
 from jaxcomp.exchange.collectives import all_max, all_sum, sum_scatter
+from jaxcomp.exchange.collectives import gather_tree as gathered
 from jaxcomp.exchange.routes.route import Way
 from jaxcomp.exchange.routes.two_shot import first_shot, second_shot
 from jaxcomp.floats import exponent_of, power_of_two, rounded_to
@@ -187,7 +187,9 @@ def _dimension(name: str, given: int, ndim: int, shape: tuple[int, ...]) -> int:
     return dimension
 
 
-def _options_of(name: str, x: Any, axis: Axis, wire: Any, accumulate: str, key: Array | None) -> tuple[CollectiveOptions, Array]:
+def _options_of(
+    name: str, x: Any, axis: Axis, wire: Any, accumulate: str, key: Array | None
+) -> tuple[CollectiveOptions, Array]:
     if axis is None or not is_bound(axis):
         raise ValueError(f"{name}: no axis named {axis!r} is bound here; call it inside jax.shard_map, pmap or vmap")
     if accumulate not in ("f32", "f64"):

@@ -29,7 +29,6 @@ __all__ = [
     "matrix_shape",
     "product",
     "ranks_of",
-    "times",
     "transposed_times",
 ]
 
@@ -94,7 +93,7 @@ def check_low_rank(name: str, min_ratio: float, start: int, dense_below: int) ->
 # Products
 
 
-def times(m: Array, q: Array) -> Array:
+def _times(m: Array, q: Array) -> Array:
     """M Q of each matrix of a stack, in the precision of the arrays on every backend."""
     return jnp.matmul(m, q, precision="highest")
 
@@ -107,7 +106,7 @@ def transposed_times(m: Array, p: Array) -> Array:
 def product(p: Array, q: Array) -> Array:
     """P Q of each pair [m, r, k], [m, k, c]. Of few columns term by term, so that who reads it can compute it."""
     if p.shape[2] > FEW:
-        return times(p, q)
+        return _times(p, q)
     return sum(p[:, :, j, None] * q[:, None, j, :] for j in range(1, p.shape[2])) + p[:, :, 0, None] * q[:, None, 0, :]
 
 
@@ -136,7 +135,7 @@ def factors(stacks: list[Array], start: list[Array], also: Any, size: int) -> An
     """
     units = [room(2 * size * math.sqrt(max(m.shape[1:]))) for m in stacks]  # columns of bases have length 1
     right = zip(stacks, bases_of(start), units, strict=True)
-    p, also = yield Sum(([times(m, q * unit) for m, q, unit in right], also))
+    p, also = yield Sum(([_times(m, q * unit) for m, q, unit in right], also))
     p = bases_of(p)
     left = zip(stacks, p, units, strict=True)
     q = yield Sum([transposed_times(m, each * unit) for m, each, unit in left])

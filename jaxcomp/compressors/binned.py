@@ -11,7 +11,7 @@ from jaxcomp.arrays import bounded, finite, wide
 from jaxcomp.backend import form, materialized
 from jaxcomp.base import Compressor, Spec, on_vectors
 from jaxcomp.checks import check_like, is_whole
-from jaxcomp.compressors.blocks import BlockSizes, blocks_of
+from jaxcomp.compressors.blocks import BlockSizes, block_sizes
 from jaxcomp.factories import factory
 from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.norms import max_abs
@@ -66,7 +66,7 @@ def binned(bits: int = 2, *, refine: int = 4, blocks: int | None = None, block_s
         raise ValueError(f"binned: bits must be an integer in 1 .. {MOST_BITS}; got {bits}")
     if isinstance(refine, bool) or not (is_whole(refine, 0) and refine <= 16):
         raise ValueError(f"binned: refine must be an integer in 0 .. 16; got {refine}")
-    layout = blocks_of("binned", blocks, block_size, BLOCK)
+    layout = block_sizes("binned", blocks, block_size, BLOCK)
     count = 2 ** int(bits)
     name = f"binned({bits}" + (f", refine={refine}" if refine != 4 else "")
     name += f", blocks={blocks}" if blocks else f", block_size={block_size}" if block_size else ""

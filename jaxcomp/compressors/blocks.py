@@ -13,7 +13,7 @@ from jaxcomp.hashing import random_uniform
 from jaxcomp.norms import block_norms
 from jaxcomp.packing import Lanes, Places, pack, places_of, unpack
 
-__all__ = ["BLOCK_SIZE", "BlockSizes", "add_worth", "added", "blocks_of", "coded", "worth"]
+__all__ = ["BLOCK_SIZE", "BlockSizes", "add_worth", "added", "block_sizes", "code_words", "worth"]
 
 Array = jax.Array
 BLOCK_SIZE = 512  # entries, where nothing is said
@@ -72,7 +72,9 @@ class BlockSizes:
         return jnp.concatenate([body, jnp.broadcast_to(each[self.rows :], (self.tail,))]) if self.tail else body
 
 
-def blocks_of(name: str, blocks: int | None, block_size: int | None, default: int | None) -> Callable[[int], BlockSizes]:
+def block_sizes(
+    name: str, blocks: int | None, block_size: int | None, default: int | None
+) -> Callable[[int], BlockSizes]:
     """Checks a number of blocks or a size of blocks: d -> how a vector of d entries is cut.
 
     Args:
@@ -102,7 +104,7 @@ def _places(cut: BlockSizes, size: int, width: int) -> Places | Lanes | None:
     return places_of(size, width) if cut.in_words else None
 
 
-def coded(
+def code_words(
     code: Callable[..., Array], width: int, cut: BlockSizes, x: Array, each: list[Array], key: Array | None = None
 ) -> Array:
     """Words [w, G], as `pack` returns them, of code(x, *each), u32.

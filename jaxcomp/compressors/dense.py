@@ -11,7 +11,7 @@ from jax import lax
 from jaxcomp.arrays import bounded, finite, wide
 from jaxcomp.base import Compressor, Spec, on_vectors
 from jaxcomp.checks import check_like
-from jaxcomp.compressors.blocks import BLOCK_SIZE, BlockSizes, blocks_of
+from jaxcomp.compressors.blocks import BLOCK_SIZE, BlockSizes, block_sizes
 from jaxcomp.factories import factory
 from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.groups import ALONE, WHOLE_BLOCKS, Layout
@@ -87,7 +87,7 @@ def cast(dtype: Any, *, scaled: bool | None = None, block_size: int | None = BLO
     kind = narrow_type("cast: dtype", dtype)
     info = jnp.finfo(kind)
     full_range = float(info.max) > 1e38
-    layout = blocks_of("cast", 1 if block_size is None else None, block_size, None)
+    layout = block_sizes("cast", 1 if block_size is None else None, block_size, None)
     if scaled or (scaled is None and not full_range):
         return _cast_scaled(kind, layout, block_size)
     unit = float(info.eps) / 2

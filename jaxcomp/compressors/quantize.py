@@ -14,7 +14,7 @@ from jaxcomp.arrays import bounded, finite, key_data, one_row, reshaped, row_of,
 from jaxcomp.backend import add_each, computed_once
 from jaxcomp.base import MOST, Compressor, Spec, State, on_vectors
 from jaxcomp.checks import check_like, contraction, is_whole
-from jaxcomp.compressors.blocks import BLOCK_SIZE, BlockSizes, added, blocks_of
+from jaxcomp.compressors.blocks import BLOCK_SIZE, BlockSizes, added, block_sizes
 from jaxcomp.factories import factory
 from jaxcomp.floats import rounded_to
 from jaxcomp.groups import ALONE, FIXED, Layout
@@ -118,7 +118,7 @@ def dithering(
             raise ValueError(f"dithering: bits must be an integer in 2 .. 16, in place of levels; got {got}")
         levels = 2 ** (int(bits) - 1) - 1
     steps_of = _steps(levels, steps, per_worker)
-    layout = blocks_of("dithering", blocks, block_size, None if steps_of.varying else BLOCK_SIZE)
+    layout = block_sizes("dithering", blocks, block_size, None if steps_of.varying else BLOCK_SIZE)
     if norm not in (2, "inf", math.inf):
         raise ValueError(f'dithering: norm must be 2 or "inf"; got {norm!r}')
     if norm_dtype is not None and jnp.dtype(norm_dtype) not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):

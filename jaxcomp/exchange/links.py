@@ -51,11 +51,11 @@ __all__ = [
     "check_link",
     "check_links",
     "cost_of",
-    "levels_of",
     "on_links",
     "placed_on",
     "ring_plan",
     "slowest",
+    "stated_levels",
 ]
 
 MOST_PIECES = 48  # of the longest message
@@ -138,7 +138,7 @@ def placed_on(name: str, link: Link | Mapping[str, Link], axes: Sequence[str], w
     along = tuple(key for key in link if key in axes)
     along = along if len(along) == len(axes) else tuple(link)
     try:
-        own = levels_of(name, {key: link[key] for key in along}, workers)
+        own = stated_levels(name, {key: link[key] for key in along}, workers)
     except ValueError as error:
         told = f"{error}. It is along {', '.join(axes)}; levels of a hierarchy have the names of its axes"
         raise ValueError(told) from None
@@ -208,7 +208,7 @@ class OnLinks(NamedTuple):
     schedule: str
 
 
-def levels_of(name: str, link: Any, workers: int | None) -> dict[str, Link]:
+def stated_levels(name: str, link: Any, workers: int | None) -> dict[str, Link]:
     """The levels as they are stated, innermost first, each with its width, whose product is the number of workers.
 
     Args:
@@ -219,7 +219,7 @@ def levels_of(name: str, link: Any, workers: int | None) -> dict[str, Link]:
     Raises:
         TypeError, ValueError: no link, one out of range, or widths that do not make so many workers.
 
-    >>> levels_of("plan", {"ici": Link(1e-6, 5e10, 8), "dcn": Link(5e-5, 1.25e9)}, 32)["dcn"].width
+    >>> stated_levels("plan", {"ici": Link(1e-6, 5e10, 8), "dcn": Link(5e-5, 1.25e9)}, 32)["dcn"].width
     4
     """
     check_links(name, link)
@@ -358,7 +358,9 @@ def ring_plan(lengths: tuple[int, ...], link: Link = DEFAULT) -> RingSchedule:
             if best is None or (waste, seconds, -whole) < best[0]:
                 best = (waste, seconds, -whole), ((whole, counts), (small, left))
     assert best is not None
-    return RingSchedule(tuple(Phase(words, counts, _ticks(counts)) for words, counts in best[1] if words and any(counts)))
+    return RingSchedule(
+        tuple(Phase(words, counts, _ticks(counts)) for words, counts in best[1] if words and any(counts))
+    )
 
 
 def _ticks(counts: tuple[int, ...]) -> tuple[Tick, ...]:

@@ -20,7 +20,7 @@ __all__ = [
     "check_shapes",
     "each_leaf",
     "join_lead",
-    "kept",
+    "kept_groups",
     "map_alike",
     "modulo",
     "on_host",
@@ -160,7 +160,7 @@ def check_shapes(move: Move) -> None:
     raise Misfit(f"parameters have other shapes: {old} before, {new} now")
 
 
-def kept(old: Any, new: Any, move: Move) -> Any:
+def kept_groups(old: Any, new: Any, move: Move) -> Any:
     """Group j goes on from group j mod the old number of them. What has another shape, a plan, is the new one."""
     if jax.tree.structure(old) != jax.tree.structure(new):
         return new

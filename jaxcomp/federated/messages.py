@@ -17,11 +17,11 @@ __all__ = [
     "Task",
     "applied",
     "content_of",
-    "digest_of",
     "largest",
     "opened",
     "options_here",
     "parted",
+    "point_checksum",
     "share_within",
     "well_formed",
     "whole_of",
@@ -182,7 +182,7 @@ def applied(point: Array, update: Sparse) -> Array:
     return point
 
 
-def digest_of(point: Array) -> int:
+def point_checksum(point: Array) -> int:
     """CRC-32 of the shared point."""
     return zlib.crc32(point.tobytes())
 

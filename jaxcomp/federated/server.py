@@ -17,11 +17,11 @@ from jaxcomp.federated.messages import (
     Task,
     applied,
     content_of,
-    digest_of,
     largest,
     opened,
     options_here,
     parted,
+    point_checksum,
     share_within,
     well_formed,
 )
@@ -181,7 +181,7 @@ class Server:
         rounds = sorted(entry.fates)
         shares = [entry.fates[number] for number in rounds]
         entry.told = norm = min(self.max_norm, self.bound * self._limit([]))
-        check, options = digest_of(self.shown), json.dumps(options_here())
+        check, options = point_checksum(self.shown), json.dumps(options_here())
         return Task(self.number, limit, norm, since, self.version, check, updates, rounds, shares, options)
 
     def receive(self, member: Hashable, answer: Answer) -> str:

@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxcomp.base import Algorithm
 from jaxcomp.exchange.axes import Axis, axis_names, is_bound
-from jaxcomp.exchange.state import kept
+from jaxcomp.exchange.state import state_dataclass
 from jaxcomp.state.moments import LocalMomentsState
 from jaxcomp.state.specs import init_state, names_of, state_specs
 from jaxcomp.transforms.arguments import Call, Given, Trained, call_of, check_cut
@@ -38,8 +38,8 @@ from jaxcomp.transforms.meshes import (
     find_mesh,
     find_specs,
     is_cut,
-    laid_out,
     own_gradients_on_mesh,
+    resharded,
     unless_in_force,
     warn_if_alone,
     without,
@@ -53,7 +53,7 @@ P = PartitionSpec
 NAME = "local_steps"
 
 
-@kept
+@state_dataclass
 @dataclasses.dataclass
 class LocalStepsState:
     """The state of `local_steps`.
@@ -256,7 +256,7 @@ def _alone(self: LocalSteps, call: Call, own: Any, state: LocalStepsState, given
 def _on_mesh(self: LocalSteps, call: Call, mesh: Any, own: Any, state: LocalStepsState, given: Given) -> Any:
     """The two stages."""
     specs = jax.tree.unflatten(jax.tree.structure(own), state.specs or (P(),) * len(jax.tree.leaves(own)))
-    place = lambda tree, specs: jax.tree.map(lambda x, spec: laid_out(x, spec, mesh), tree, specs)
+    place = lambda tree, specs: jax.tree.map(lambda x, spec: resharded(x, spec, mesh), tree, specs)
     rows, each = self._rows(specs, self.owners), self._rows(specs, self.workers)
     own = place(own, rows)
     found = own_gradients_on_mesh(self.loss, call, mesh, self.workers, self.owners, own, given, _WHY)

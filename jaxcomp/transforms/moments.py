@@ -22,10 +22,10 @@ from jaxcomp.checks import is_integer
 from jaxcomp.exchange.axes import Axis, varying
 from jaxcomp.exchange.state import is_mean
 from jaxcomp.floats import rounded_to
-from jaxcomp.state.moments import SQUARES, Moment, Places, moment_of, own_where_zero, places_of, replaced_by
+from jaxcomp.state.moments import SQUARES, Moment, Places, moment_of, moment_places, own_where_zero, replaced_by
 from jaxcomp.transforms.fragments import idle
 
-__all__ = ["MomentAveraging", "away_from", "check_moments", "moved", "numbers_of", "taken_over"]
+__all__ = ["MomentAveraging", "away_from", "check_moments", "moved", "numbers_of", "own_moment"]
 
 Array = jax.Array
 
@@ -59,7 +59,7 @@ class MomentAveraging(NamedTuple):
 
     def init(self, inner: Any, params: Any) -> dict[str, Moment]:
         """The shared points, where the inner optimizers begin."""
-        places, found = places_of(self.name, inner, params, dict(self.periods)), {}
+        places, found = moment_places(self.name, inner, params, dict(self.periods)), {}
         for j, (name, _) in enumerate(self.periods):
             start = moment_of(inner, places[name], params)
             like = wide_like(start)
@@ -74,7 +74,7 @@ class MomentAveraging(NamedTuple):
 
         weighed(j, differences): times what this worker counts.
         """
-        places, after, due = places_of(self.name, inner, params, dict(self.periods)), {}, []
+        places, after, due = moment_places(self.name, inner, params, dict(self.periods)), {}, []
         for j, (name, period) in enumerate(self.periods):
             due.append(now % period == 0)
             mean = self.mean(j, numbers_of(places[name]))
@@ -83,7 +83,7 @@ class MomentAveraging(NamedTuple):
                 own, moment = before
                 direction, state = mean.update(weighed(j, away_from(moment.point, own)), moment.mean)
                 point = moved(name, moment.point, direction)
-                return varying(taken_over(name, point, own), self.workers), Moment(point, state)
+                return varying(own_moment(name, point, own), self.workers), Moment(point, state)
 
             def left(before):
                 own, moment = before
@@ -111,6 +111,6 @@ def moved(name: str, point: Any, direction: Any) -> Any:
     return jax.tree.map(lambda u, d: least(bounded(u - d.astype(u.dtype))), point, direction)
 
 
-def taken_over(name: str, point: Any, own: Any) -> Any:
+def own_moment(name: str, point: Any, own: Any) -> Any:
     """The moment of a worker after an averaging, in its dtype."""
     return jax.tree.map(lambda u, x: own_where_zero(name, rounded_to(u, x.dtype), finite(x)), point, own)

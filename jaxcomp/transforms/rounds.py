@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.arrays import root_key
-from jaxcomp.base import Algorithm, Compressor, check_algorithm
+from jaxcomp.base import Algorithm, Compressor, require_algorithm
 from jaxcomp.exchange.axes import Axis, Placement, axis_names, varying
 from jaxcomp.exchange.binding import exchange_of, own_weights, shares_of
 from jaxcomp.exchange.driver import Exchange
@@ -106,7 +106,7 @@ def rounds(
         own = jax.random.fold_in(root, i) if len(levels) > 1 else root
         return exchange_of("rounds", algorithm, placement, via, own, link=link, **options)
 
-    inner = [bound(i, axis, check_algorithm("rounds", each)) for i, (axis, each) in enumerate(inner_levels)]
+    inner = [bound(i, axis, require_algorithm("rounds", each)) for i, (axis, each) in enumerate(inner_levels)]
     run = bound(len(inner), last_axis, last, weights=weights, code=code)
     every = tuple(name for axes in names for name in axes) or None
     given = {axis: own_weights("rounds", each) for axis, each in levels.items()}

@@ -19,7 +19,7 @@ from experiments.federated.deploy import Federation
 from experiments.federated.plan import HOSTILE, asked_of, plan_of, tampered
 from experiments.lib.cli import UserError
 from jaxcomp.federated import Member, Server
-from jaxcomp.federated.checkpoint import read
+from jaxcomp.federated.checkpoint import read_arrays
 from jaxcomp.federated.flower import RECORD, Rounds, members_mod
 
 ROOT = Path(__file__).parents[2]
@@ -360,7 +360,7 @@ def test_a_run_that_is_killed_goes_on_bitwise(tmp_path):
     assert "round 2: " not in shown
     assert cut == whole
     assert others == clients
-    servers = [read(tmp_path / name / "r" / "server.npz") for name in ("whole", "cut")]
+    servers = [read_arrays(tmp_path / name / "r" / "server.npz") for name in ("whole", "cut")]
     for key in servers[0].keys() - {"header"}:
         assert servers[0][key].tobytes() == servers[1][key].tobytes(), key
 

@@ -25,7 +25,8 @@ Array = jax.Array
 
 
 def gather_by(
-    exchange: Callable[[UnequalMessage, Axis, Link | Levels], Any], cost: Callable[[tuple[int, ...], int, Link | Levels], Cost]
+    exchange: Callable[[UnequalMessage, Axis, Link | Levels], Any],
+    cost: Callable[[tuple[int, ...], int, Link | Levels], Cost],
 ) -> Gather:
     """`Gather` from a function that brings a message to all workers, and its cost."""
 
