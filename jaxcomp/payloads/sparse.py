@@ -252,6 +252,11 @@ def _limits(payload: Sparse, lengths: Any) -> list:
     return [*first, (lengths, lengths.size)]
 
 
+def _highest_index(payload: Sparse) -> int:
+    indices = payload.indices
+    return int(indices.max(initial=0)) if isinstance(indices, np.ndarray) else 0  # `LocalIndices` say nothing of it
+
+
 register(
     Family(
         type=Sparse,
@@ -263,5 +268,7 @@ register(
         unpack=_unpack,
         entries=_entries,
         limits=_limits,
+        plain=lambda payload: (payload.values, payload.indices),
+        highest_index=_highest_index,
     )
 )
