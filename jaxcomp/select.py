@@ -496,7 +496,7 @@ def select_largest(x: Array, count: Array | int, capacity: int) -> Array:
     Returns:
         i32[capacity], padded with d. Ties go to the lowest index. Zeros are not selected.
 
-    >>> print(jax.jit(largest, static_argnums=2)(jnp.array([3.0, -5.0, 5.0, 1.0, 5.0]), 2, 3))
+    >>> print(jax.jit(select_largest, static_argnums=2)(jnp.array([3.0, -5.0, 5.0, 1.0, 5.0]), 2, 3))
     [1 2 5]
     """
     d = x.shape[0]
