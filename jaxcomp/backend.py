@@ -52,7 +52,7 @@ __all__ = [
     "in_place",
     "in_tiles",
     "is_lazy",
-    "joined",
+    "join_pieces",
     "lanes",
     "largest_finite",
     "made",
@@ -365,7 +365,7 @@ class Pieces(NamedTuple):
     leaves: tuple[Array, ...]
 
 
-def joined(pieces: Pieces, like: Any) -> Array:
+def join_pieces(pieces: Pieces, like: Any) -> Array:
     """The vector of shape and dtype `like` that the pieces are."""
     leaves = list(pieces.leaves)
     rest = like.size - sum(leaf.size for leaf in leaves)
@@ -474,7 +474,7 @@ def accumulated(one: Callable[..., Array], memory: Tree, grads: Tree, *others: T
                 if platform() == "tpu" and e.size < 2**31:  # which its numbers can tell
                     return materialized(backend_tpu.added_by_leaf(one, e, g.leaves, *others))
                 return materialized(_added_in_parts(one, e, g, *others))
-            g = joined(g, e)
+            g = join_pieces(g, e)
         return in_place(one, e, g, *others, with_readers=True)
 
     return jax.tree.map(each, memory, grads, *others)

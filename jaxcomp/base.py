@@ -60,7 +60,6 @@ __all__ = [
     "advance",
     "alpha_of",
     "answered",
-    "check_algorithm",
     "check_compressor",
     "check_pair",
     "count_of",
@@ -73,6 +72,7 @@ __all__ = [
     "lengths",
     "omega_of",
     "on_vectors",
+    "require_algorithm",
     "residual",
     "sides",
     "stepped",
@@ -508,7 +508,7 @@ def check_compressor(name: str, value: Any) -> Spec:
     raise TypeError(f"{name} needs a compressor; got {got}")
 
 
-def check_algorithm(name: str, value: Any) -> Algorithm:
+def require_algorithm(name: str, value: Any) -> Algorithm:
     """An algorithm whose gradients are taken at the caller's parameters; TypeError for anything else."""
     if isinstance(value, Algorithm) and value.point is None:
         return value

@@ -8,7 +8,7 @@ from jax.extend.core import Jaxpr, Literal
 
 from jaxcomp.checks import is_whole
 from jaxcomp.groups import Buckets
-from jaxcomp.jaxprs import called
+from jaxcomp.jaxprs import called_program
 
 __all__ = ["buckets"]
 
@@ -54,7 +54,7 @@ def _places(jaxpr: Jaxpr) -> list[tuple[int, ...]]:
     """For each output the number of the equation that makes it, and within a call those of the equations inside."""
     made: dict[Any, tuple[int, ...]] = {}
     for number, equation in enumerate(jaxpr.eqns):
-        inside = called(equation)
+        inside = called_program(equation)
         each = [()] * len(equation.outvars) if inside is None else _places(inside)
         made.update((out, (number, *place)) for out, place in zip(equation.outvars, each, strict=True))
     return [() if isinstance(out, Literal) else made.get(out, ()) for out in jaxpr.outvars]

@@ -12,6 +12,7 @@ from jaxcomp.plan import command as plan
 from jaxcomp.smoothness.estimate import FORMS, LOSSES
 from jaxcomp.smoothness.preprocess import mean_lambda_max, preprocess
 from jaxcomp.smoothness.sources import SPLITS, open_source
+from jaxcomp.smoothness.store import form_of
 
 __all__ = ["main"]
 
@@ -111,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     mean = np.mean(operator.diag, -1)
     spread = np.max(operator.diag, -1)[mean > 0] / mean[mean > 0]  # a worker's own data may be zero
     print(
-        f"{o.out}: {type(operator).__name__}, {operator.diag.shape[0]} workers x {operator.diag.shape[1]} entries in "
+        f"{o.out}: {form_of(operator)}, {operator.diag.shape[0]} workers x {operator.diag.shape[1]} entries in "
         f"{time.perf_counter() - start:.1f} s\n"
         f"lambda_max of the workers {largest.min():.4g} .. {largest.max():.4g}, of the mean {whole:.4g}; "
         f"largest diagonal entry over mean {spread.min():.3g} .. {spread.max():.3g}"

@@ -21,8 +21,8 @@ from jaxcomp.base import Compressor, Spec, State, on_vectors
 from jaxcomp.compressors.dense import cast, narrow_type
 from jaxcomp.compressors.rows import rows
 from jaxcomp.exchange.axes import Axis, axis_index, axis_size, is_bound, types_tell, varying, varying_axes
-from jaxcomp.exchange.collectives import all_gather as gathered
 from jaxcomp.exchange.collectives import all_max, all_sum, sum_scatter
+from jaxcomp.exchange.collectives import gather_tree as gathered
 from jaxcomp.exchange.routes.route import Way
 from jaxcomp.exchange.routes.two_shot import first_shot, second_shot
 from jaxcomp.groups import Layout, groups_of, join, split
@@ -33,7 +33,7 @@ __all__ = ["all_gather", "pmean", "psum_scatter"]
 Array = jax.Array
 
 
-class Plan(NamedTuple):
+class CollectiveOptions(NamedTuple):
     """Facts that both directions of a collective need, apart from arrays."""
 
     axis: Axis
@@ -81,8 +81,8 @@ def pmean(x: Any, axis_name: Axis, *, wire: Any = None, accumulate: str = "f32",
         groups = [[leaf for leaf in leaves if jnp.result_type(leaf) == dtype] for dtype in dtypes]
         means = [iter(pmean(group, axis_name, accumulate=accumulate)) for group in groups]
         return jax.tree.unflatten(structure, [next(means[dtypes.index(jnp.result_type(leaf))]) for leaf in leaves])
-    plan, words = _planned("pmean", x, axis_name, wire, accumulate, key)
-    return _pmean(plan, varying(x, axis_name), words)
+    options, words = _options_of("pmean", x, axis_name, wire, accumulate, key)
+    return _pmean(options, varying(x, axis_name), words)
 
 
 def psum_scatter(
@@ -119,7 +119,7 @@ def psum_scatter(
     >>> print(jax.vmap(lambda x: jc.collectives.psum_scatter(x, "data", wire="bfloat16"), axis_name="data")(x))
     [4. 6.]
     """
-    plan, words = _planned("psum_scatter", x, axis_name, wire, accumulate, key)
+    options, words = _options_of("psum_scatter", x, axis_name, wire, accumulate, key)
     x = jnp.asarray(x)
     workers = axis_size(axis_name)
     dimension = _dimension("psum_scatter: scatter_dimension", scatter_dimension, x.ndim, x.shape)
@@ -127,7 +127,7 @@ def psum_scatter(
     if (length % workers if tiled else length != workers) != 0:
         needed = f"a multiple of {workers}" if tiled else f"{workers}, or give tiled=True"
         raise ValueError(f"psum_scatter: dimension {dimension} of {x.shape} must be {needed}, the number of workers")
-    return _psum_scatter(plan._replace(dimension=dimension, tiled=tiled), varying(x, axis_name), words)
+    return _psum_scatter(options._replace(dimension=dimension, tiled=tiled), varying(x, axis_name), words)
 
 
 def all_gather(
@@ -171,11 +171,11 @@ def all_gather(
     [[1. 2.]
      [3. 4.]]
     """
-    plan, words = _planned("all_gather", x, axis_name, wire, accumulate, key)
-    back, _ = _planned("all_gather", x, axis_name, gradient, accumulate, key)
+    options, words = _options_of("all_gather", x, axis_name, wire, accumulate, key)
+    back, _ = _options_of("all_gather", x, axis_name, gradient, accumulate, key)
     x = jnp.asarray(x)
     there = {"dimension": _dimension("all_gather: axis", axis, x.ndim + (not tiled), x.shape), "tiled": tiled}
-    return _all_gather((plan._replace(**there), back._replace(**there)), varying(x, axis_name), words)
+    return _all_gather((options._replace(**there), back._replace(**there)), varying(x, axis_name), words)
 
 
 def _dimension(name: str, given: int, ndim: int, shape: tuple[int, ...]) -> int:
@@ -186,7 +186,9 @@ def _dimension(name: str, given: int, ndim: int, shape: tuple[int, ...]) -> int:
     return dimension
 
 
-def _planned(name: str, x: Any, axis: Axis, wire: Any, accumulate: str, key: Array | None) -> tuple[Plan, Array]:
+def _options_of(
+    name: str, x: Any, axis: Axis, wire: Any, accumulate: str, key: Array | None
+) -> tuple[CollectiveOptions, Array]:
     if axis is None or not is_bound(axis):
         raise ValueError(f"{name}: no axis named {axis!r} is bound here; call it inside jax.shard_map, pmap or vmap")
     if accumulate not in ("f32", "f64"):
@@ -215,7 +217,7 @@ def _planned(name: str, x: Any, axis: Axis, wire: Any, accumulate: str, key: Arr
         rounded = cast(kind)
         wire = _narrow(kind) if rounded.spec.linear or kind == jnp.float16 else rounded
     key = jax.random.key(0) if key is None else root_key(key)
-    return Plan(axis, wire, dtype, types_tell(axis)), jax.random.key_data(key)
+    return CollectiveOptions(axis, wire, dtype, types_tell(axis)), jax.random.key_data(key)
 
 
 def _may_draw(wire: Compressor) -> bool:
@@ -241,40 +243,40 @@ def _narrow(dtype: Any) -> Compressor:
     )
 
 
-def _keys(plan: Plan, words: Array) -> tuple[Array, Array]:
+def _keys(options: CollectiveOptions, words: Array) -> tuple[Array, Array]:
     """For both compressions: [2] keys that are equal on all workers, and [2] of this one."""
     shared, private = jax.random.split(wrap_key(words))
-    return jax.random.split(shared), jax.random.split(jax.random.fold_in(private, axis_index(plan.axis)))
+    return jax.random.split(shared), jax.random.split(jax.random.fold_in(private, axis_index(options.axis)))
 
 
 def _cast_like(tree: Any, like: Any) -> Any:
     return jax.tree.map(lambda x, leaf: rounded_to(x, leaf.dtype), tree, like)
 
 
-def _mean(plan: Plan, x: Any, words: Array) -> Any:
-    axis, way = plan.axis, _way(plan)
+def _mean(options: CollectiveOptions, x: Any, words: Array) -> Any:
+    axis, way = options.axis, _way(options)
     workers, share = way.workers, way.share
-    wide = jax.tree.map(lambda leaf: leaf.astype(plan.dtype), x)
-    if plan.wire is None:
-        total = all_sum(wide, axis, wide=plan.dtype, share=share)
+    wide = jax.tree.map(lambda leaf: leaf.astype(options.dtype), x)
+    if options.wire is None:
+        total = all_sum(wide, axis, wide=options.dtype, share=share)
         return _cast_like(jax.tree.map(lambda t: t / (workers * share), total), x)
-    exponents = _exponents(plan, wide)
+    exponents = _exponents(options, wide)
     wide = _scaled(wide, exponents, -1)
     cut = groups_of(Layout("chunks", chunks=workers), wide)
-    (first_shared, second_shared), (first_key, second_key) = _keys(plan, words)
-    chunk = _owners_sum(plan, split(cut, wide)[0], first_shared, first_key) / (workers * share)
-    whole = _to_all(plan, chunk, second_shared, second_key)
+    (first_shared, second_shared), (first_key, second_key) = _keys(options, words)
+    chunk = _owners_sum(options, split(cut, wide)[0], first_shared, first_key) / (workers * share)
+    whole = _to_all(options, chunk, second_shared, second_key)
     return _cast_like(_scaled(join(cut, (whole,)), exponents, 1), x)
 
 
-def _exponents(plan: Plan, wide: Any) -> Array | None:
+def _exponents(options: CollectiveOptions, wide: Any) -> Array | None:
     """e with |x| < 2^e for the finite entries x of a leaf on all workers, i32[leaves]; None where no leaf needs it."""
     leaves = jax.tree.leaves(wide)
-    if len(leaves) < 2 or plan.wire is None or plan.wire.spec.linear:
+    if len(leaves) < 2 or options.wire is None or options.wire.spec.linear:
         return None
     largest = jnp.stack([jnp.max(jnp.abs(finite(leaf)), initial=0) for leaf in leaves])
-    info = jnp.finfo(plan.dtype)
-    return all_max(jnp.clip(exponent_of(largest), info.minexp, -info.minexp), plan.axis)
+    info = jnp.finfo(options.dtype)
+    return all_max(jnp.clip(exponent_of(largest), info.minexp, -info.minexp), options.axis)
 
 
 def _scaled(tree: Any, exponents: Array | None, sign: int) -> Any:
@@ -286,120 +288,120 @@ def _scaled(tree: Any, exponents: Array | None, sign: int) -> Any:
     return jax.tree.unflatten(structure, [bounded(leaf * unit) for leaf, unit in zip(leaves, units, strict=True)])
 
 
-def _owners_sum(plan: Plan, stack: Array, shared_key: Array, private: Array) -> Array:
+def _owners_sum(options: CollectiveOptions, stack: Array, shared_key: Array, private: Array) -> Array:
     """The sum over the workers of row j of each one's [n, m], times `Way.share`, at worker j."""
-    whole = rows(plan.wire)  # pyright: ignore[reportArgumentType]
+    whole = rows(options.wire)  # pyright: ignore[reportArgumentType]
     like = like_of(stack)
     state = whole.init(shared_key, like)
     outer = varying_axes(stack)
     payload, _ = whole.compress(private, stack, State(varying(state.local, outer), state.shared))
     row = jax.ShapeDtypeStruct(like.shape[1:], like.dtype)
-    return first_shot(payload, whole, state.shared, row, _way(plan)._replace(outer=outer))
+    return first_shot(payload, whole, state.shared, row, _way(options)._replace(outer=outer))
 
 
-def _way(plan: Plan) -> Way:
-    return Way(plan.axis, axis_size(plan.axis))
+def _way(options: CollectiveOptions) -> Way:
+    return Way(options.axis, axis_size(options.axis))
 
 
-def _to_all(plan: Plan, mine: Array, shared_key: Array, private: Array) -> Array:
+def _to_all(options: CollectiveOptions, mine: Array, shared_key: Array, private: Array) -> Array:
     """[n, m]: every worker's [m] on all of them."""
-    whole = rows(plan.wire)  # pyright: ignore[reportArgumentType]
-    like = jax.ShapeDtypeStruct((axis_size(plan.axis), *mine.shape), mine.dtype)
+    whole = rows(options.wire)  # pyright: ignore[reportArgumentType]
+    like = jax.ShapeDtypeStruct((axis_size(options.axis), *mine.shape), mine.dtype)
     state = whole.init(shared_key, like)
     local = varying(jax.tree.map(lambda a: a[0], state.local.rows), varying_axes(mine))
-    return second_shot(private, mine, whole, State(local, state.shared), like, plan.axis)[2]
+    return second_shot(private, mine, whole, State(local, state.shared), like, options.axis)[2]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _pmean(plan: Plan, x: Any, words: Array) -> Any:
-    return _mean(plan, x, words)
+def _pmean(options: CollectiveOptions, x: Any, words: Array) -> Any:
+    return _mean(options, x, words)
 
 
-def _pmean_forward(plan, x, words):
-    return _pmean(plan, x, words), words
+def _pmean_forward(options, x, words):
+    return _pmean(options, x, words), words
 
 
-def _pmean_backward(plan, words, cotangent):
-    workers = axis_size(plan.axis)
-    if plan.equal:
-        back = varying(jax.tree.map(lambda c: c / workers, cotangent), plan.axis)
+def _pmean_backward(options, words, cotangent):
+    workers = axis_size(options.axis)
+    if options.equal:
+        back = varying(jax.tree.map(lambda c: c / workers, cotangent), options.axis)
     else:
         later = jax.random.key_data(jax.random.fold_in(wrap_key(words), 2))
-        back = _mean(plan, cotangent, later)
+        back = _mean(options, cotangent, later)
     return back, None
 
 
 _pmean.defvjp(_pmean_forward, _pmean_backward)
 
 
-def _parts(plan: Plan, x: Array) -> Array:
+def _parts(options: CollectiveOptions, x: Array) -> Array:
     """[n, ...]: the part of each worker."""
-    rows = jnp.moveaxis(x, plan.dimension, 0)
-    workers = axis_size(plan.axis)
-    return rows.reshape(workers, rows.shape[0] // workers, *rows.shape[1:]) if plan.tiled else rows
+    rows = jnp.moveaxis(x, options.dimension, 0)
+    workers = axis_size(options.axis)
+    return rows.reshape(workers, rows.shape[0] // workers, *rows.shape[1:]) if options.tiled else rows
 
 
-def _joined(plan: Plan, parts: Array) -> Array:
+def _joined(options: CollectiveOptions, parts: Array) -> Array:
     """Inverse of `_parts`."""
-    rows = parts.reshape(parts.shape[0] * parts.shape[1], *parts.shape[2:]) if plan.tiled else parts
-    return jnp.moveaxis(rows, 0, plan.dimension)
+    rows = parts.reshape(parts.shape[0] * parts.shape[1], *parts.shape[2:]) if options.tiled else parts
+    return jnp.moveaxis(rows, 0, options.dimension)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _psum_scatter(plan: Plan, x: Array, words: Array) -> Array:
-    rows = _parts(plan, x)
+def _psum_scatter(options: CollectiveOptions, x: Array, words: Array) -> Array:
+    rows = _parts(options, x)
     workers, shape = rows.shape[0], rows.shape[1:]
-    rows = rows.astype(plan.dtype).reshape(workers, -1)
-    if plan.wire is None:
-        total = sum_scatter(rows, plan.axis)
+    rows = rows.astype(options.dtype).reshape(workers, -1)
+    if options.wire is None:
+        total = sum_scatter(rows, options.axis)
     else:
-        (shared_key, _), (private, _) = _keys(plan, words)
-        total = _owners_sum(plan, rows, shared_key, private) / _way(plan).share
+        (shared_key, _), (private, _) = _keys(options, words)
+        total = _owners_sum(options, rows, shared_key, private) / _way(options).share
     total = rounded_to(total.reshape(shape), x.dtype)
-    return jnp.moveaxis(total, 0, plan.dimension) if plan.tiled else total
+    return jnp.moveaxis(total, 0, options.dimension) if options.tiled else total
 
 
-def _psum_scatter_forward(plan, x, words):
-    return _psum_scatter(plan, x, words), words
+def _psum_scatter_forward(options, x, words):
+    return _psum_scatter(options, x, words), words
 
 
-def _psum_scatter_backward(plan, words, cotangent):
-    part = jnp.moveaxis(cotangent, plan.dimension, 0) if plan.tiled else cotangent
-    mine = part.astype(plan.dtype).reshape(-1)
-    if plan.wire is None:
-        rows = gathered(mine, plan.axis)
+def _psum_scatter_backward(options, words, cotangent):
+    part = jnp.moveaxis(cotangent, options.dimension, 0) if options.tiled else cotangent
+    mine = part.astype(options.dtype).reshape(-1)
+    if options.wire is None:
+        rows = gathered(mine, options.axis)
     else:
         later = jax.random.key_data(jax.random.fold_in(wrap_key(words), 2))
-        (shared_key, _), (private, _) = _keys(plan, later)
-        rows = _to_all(plan, mine, shared_key, private)
+        (shared_key, _), (private, _) = _keys(options, later)
+        rows = _to_all(options, mine, shared_key, private)
     rows = rows.reshape(rows.shape[0], *part.shape).astype(cotangent.dtype)
-    return varying(_joined(plan, rows), plan.axis), None
+    return varying(_joined(options, rows), options.axis), None
 
 
 _psum_scatter.defvjp(_psum_scatter_forward, _psum_scatter_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _all_gather(plans: tuple[Plan, Plan], x: Array, words: Array) -> Array:
-    plan, _ = plans
-    part = jnp.moveaxis(x, plan.dimension, 0) if plan.tiled else x
+def _all_gather(both_ways: tuple[CollectiveOptions, CollectiveOptions], x: Array, words: Array) -> Array:
+    options, _ = both_ways
+    part = jnp.moveaxis(x, options.dimension, 0) if options.tiled else x
     mine = part.reshape(-1)
-    if plan.wire is None:
-        rows = gathered(mine, plan.axis)
+    if options.wire is None:
+        rows = gathered(mine, options.axis)
     else:
-        (shared_key, _), (private, _) = _keys(plan, words)
-        rows = _to_all(plan, mine.astype(plan.dtype), shared_key, private)
+        (shared_key, _), (private, _) = _keys(options, words)
+        rows = _to_all(options, mine.astype(options.dtype), shared_key, private)
     rows = rounded_to(rows.reshape(rows.shape[0], *part.shape), x.dtype)
-    return varying(_joined(plan, rows), plan.axis)
+    return varying(_joined(options, rows), options.axis)
 
 
-def _all_gather_forward(plans, x, words):
-    return _all_gather(plans, x, words), words
+def _all_gather_forward(both_ways, x, words):
+    return _all_gather(both_ways, x, words), words
 
 
-def _all_gather_backward(plans, words, cotangent):
+def _all_gather_backward(both_ways, words, cotangent):
     later = jax.random.key_data(jax.random.fold_in(wrap_key(words), 2))
-    return _psum_scatter(plans[1], cotangent, later), None
+    return _psum_scatter(both_ways[1], cotangent, later), None
 
 
 _all_gather.defvjp(_all_gather_forward, _all_gather_backward)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import bounded, finite, like_of, wide
-from jaxcomp.backend import LONG, Pieces, SparseSum, cut_apart, joined
+from jaxcomp.backend import LONG, Pieces, SparseSum, cut_apart, join_pieces
 from jaxcomp.base import Compressor, Spec, State, TooLong
 from jaxcomp.paths import numbers_by_path, same_leaves
 from jaxcomp.payloads import Dense
@@ -238,7 +238,7 @@ def split(groups: Groups, tree: Any, *, pieces: bool | tuple[bool, ...] = False)
         own: Any = Pieces(tuple(jnp.reshape(leaves[i], (leaves[i].size,)) for i in group.leaves))
         unjoined = pieces[group.part] if isinstance(pieces, tuple) else pieces
         if not unjoined or len(own.leaves) == 1 or group.small:
-            own = joined(own, jax.ShapeDtypeStruct(group.shape, _common(leaf.dtype for leaf in own.leaves)))
+            own = join_pieces(own, jax.ShapeDtypeStruct(group.shape, _common(leaf.dtype for leaf in own.leaves)))
         arrays.append(own)
     return tuple(arrays)
 

@@ -19,7 +19,7 @@ __all__ = [
     "bits_of",
     "called",
     "contents_of",
-    "groups_of",
+    "device_groups",
     "parse_instruction",
     "split_list",
     "trip_count",
@@ -53,7 +53,7 @@ MOST_DEVICES = 2**24
 MOST_FRAMES = 256  # of one call stack
 
 
-def groups_of(op: str, attributes: str, devices: int) -> tuple[tuple[int, ...], ...]:
+def device_groups(op: str, attributes: str, devices: int) -> tuple[tuple[int, ...], ...]:
     """Devices that take part together; of a permutation, the pairs with two ends. devices: of the program."""
     if op == "collective-permute":
         pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["CALLS", "called", "inner_of"]
+__all__ = ["CALLS", "called_program", "inner_of"]
 
 # Equations that run one program once, with their own arguments.
 CALLS = ("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2", "checkpoint")
@@ -15,7 +15,7 @@ def inner_of(equation: Any) -> list[Any]:
 
     >>> import jax.numpy as jnp
     >>> traced = jax.make_jaxpr(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x))(1.0)
-    >>> len(inner_of(traced.eqns[-1])), called(traced.eqns[-1])
+    >>> len(inner_of(traced.eqns[-1])), called_program(traced.eqns[-1])
     (2, None)
     """
     is_program = lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
@@ -23,6 +23,6 @@ def inner_of(equation: Any) -> list[Any]:
     return [getattr(leaf, "jaxpr", leaf) for leaf in leaves if is_program(leaf)]
 
 
-def called(equation: Any) -> Any:
+def called_program(equation: Any) -> Any:
     """The program that an equation runs once, from beginning to end; None for any other equation."""
     return next(iter(inner_of(equation)), None) if equation.primitive.name in CALLS else None

@@ -4,10 +4,10 @@ Step sizes and proximal operators for them stand in `jc.theory` and `jc.prox`.
 """
 
 from jaxcomp.algorithms import adiana, bidirectional, descend, ef_bv, isega, marina
-from jaxcomp.transforms.rounds import Rounds, rounds
+from jaxcomp.transforms.rounds import RoundFunctions, rounds
 
 __all__ = [
-    "Rounds",
+    "RoundFunctions",
     "adiana",
     "bidirectional",
     "descend",

@@ -22,7 +22,7 @@ from jaxcomp.backend import computed_once, form, lanes, materialized
 from jaxcomp.backend_tpu import of_columns, to_columns
 from jaxcomp.hashing import halves, halves_in_lanes, halves_in_pairs
 
-__all__ = ["TILE", "Lanes", "Places", "num_words", "pack", "places_of", "tile_of", "unpack", "width_for"]
+__all__ = ["TILE", "Lanes", "Places", "num_code_words", "pack", "places_of", "tile_of", "unpack", "width_for"]
 
 Array = jax.Array
 U32 = jnp.uint32
@@ -39,7 +39,7 @@ def width_for(num_codes: int) -> int:
     return max(1, (num_codes - 1).bit_length())
 
 
-def num_words(size: int, width: int) -> int:
+def num_code_words(size: int, width: int) -> int:
     """Words that `pack` makes of `size` codes: width * ceil(size / 32)."""
     return width * (-(-size // 32))
 

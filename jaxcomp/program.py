@@ -17,12 +17,12 @@ from jaxcomp.hlo import (
     Sources,
     called,
     contents_of,
-    groups_of,
+    device_groups,
     parse_instruction,
     split_list,
     trip_count,
 )
-from jaxcomp.transfers import Places, pairs_of_send, rendezvous_of, targets, transfer_of, unknown_kind
+from jaxcomp.transfers import DeviceNumbers, pairs_of_send, rendezvous_of, targets, transfer_of, unknown_kind
 
 __all__ = ["SENT", "Module", "Row"]
 
@@ -155,7 +155,7 @@ class Module:
         sends = [i.attributes for known in self.computations.values() for i in known.values() if i.op == "send"]
         self.rendezvous = {rendezvous_of(attributes) for attributes in sends}
         named = [number for attributes in sends for group in targets(attributes) for number, _ in group]
-        self.places = Places(self.devices, max(named, default=0) + 1, devices)
+        self.places = DeviceNumbers(self.devices, max(named, default=0) + 1, devices)
 
     def walk(self, computation: str, times: int | None, branch: str) -> tuple[list[Row], float]:
         """Rows and bytes of a computation and all that it calls."""
@@ -311,7 +311,7 @@ class Module:
         if op == "send" and pairs_of_send(attributes):
             groups, like = pairs_of_send(attributes), "collective-permute"
         elif op in SENT:
-            groups, like = groups_of(op, attributes, self.devices), op
+            groups, like = device_groups(op, attributes, self.devices), op
         elif op in ("recv", "infeed"):  # nothing is sent here; what is received was sent by somebody unknown
             if op == "recv" and rendezvous_of(attributes) in self.rendezvous:
                 return
@@ -319,7 +319,7 @@ class Module:
                 yield Row(f"{UNKNOWN}{unknown}", each.dtype, each.shape, 0, 0, 0.0, times, branch)
             return
         else:
-            groups, like = groups_of(op, attributes, 0) if "replica_groups=" in attributes else (), ""
+            groups, like = device_groups(op, attributes, 0) if "replica_groups=" in attributes else (), ""
         # A permutation has a group for each of its pairs.
         group = len(groups) if like == "collective-permute" else max(map(len, groups), default=0)
         operands = operands or ([Contents("?", (), 0, 0)] if unknown else [])  # never silently nothing

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxcomp.arrays import as_words
 from jaxcomp.exchange.agreement import check_options
 from jaxcomp.exchange.axes import axis_names, axis_size, is_bound, unknown_axes
-from jaxcomp.exchange.collectives import all_gather, all_max
+from jaxcomp.exchange.collectives import all_max, gather_tree
 from jaxcomp.hashing import fmix32
 from jaxcomp.state.specs import Marks, lay_out, names_of
 
@@ -142,7 +142,7 @@ def fingerprints(tree: Any, axis_name: Any, specs: Any = None) -> Array:
     if specs is not None and not kinds:
         raise ValueError(f"fingerprints: by specs everything differs along {axis!r}, so there is nothing to compare")
     everywhere = kinds.pop(frozenset(), [])
-    marks = all_gather(jnp.stack([_mark(everywhere), *map(_mark, kinds.values())]), axis)
+    marks = gather_tree(jnp.stack([_mark(everywhere), *map(_mark, kinds.values())]), axis)
     sizes = [axis_size(name) for name in axis_names(axis)]
     total = marks[:, 0]
     for i, names in enumerate(kinds, 1):

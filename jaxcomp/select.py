@@ -36,11 +36,11 @@ __all__ = [
     "excess_above",
     "first_bits",
     "indices_of_words",
-    "largest",
     "largest_in_row",
     "magnitude",
     "marked_above",
     "mask_words",
+    "select_largest",
     "take",
     "top_set",
     "words_above",
@@ -482,7 +482,7 @@ def descending(x: Array, count: int) -> Array:
     return lax.optimization_barrier(lax.top_k(x, count)[0])
 
 
-def largest(x: Array, count: Array | int, capacity: int) -> Array:
+def select_largest(x: Array, count: Array | int, capacity: int) -> Array:
     """Indices of the `count` entries of largest magnitude, ascending, without a sort.
 
     A strided sample gives a threshold that a few more than `count` exceed (`top_set` mends it where
@@ -496,7 +496,7 @@ def largest(x: Array, count: Array | int, capacity: int) -> Array:
     Returns:
         i32[capacity], padded with d. Ties go to the lowest index. Zeros are not selected.
 
-    >>> print(jax.jit(largest, static_argnums=2)(jnp.array([3.0, -5.0, 5.0, 1.0, 5.0]), 2, 3))
+    >>> print(jax.jit(select_largest, static_argnums=2)(jnp.array([3.0, -5.0, 5.0, 1.0, 5.0]), 2, 3))
     [1 2 5]
     """
     d = x.shape[0]
@@ -577,7 +577,7 @@ class _Edges(NamedTuple):
 
 
 def largest_in_row(x: Array, count: Array | int, capacity: int) -> Array:
-    """`largest` for a row of many, mapped by vmap, without a sample: passes that count above `FEW` thresholds at once.
+    """`select_largest` for one row of many, mapped by vmap, without a sample: a pass counts above `FEW` thresholds.
 
     The first thresholds lie half an octave apart below the largest magnitude, later ones in equal parts of the bits
     that are left, until at most twice as many entries as there are places reach the lower end. Rows that are done wait
@@ -621,7 +621,7 @@ def largest_in_row(x: Array, count: Array | int, capacity: int) -> Array:
 
 
 def _exact_of(words: Array, x: Array, count: Array | int, most: int, capacity: int) -> Array:
-    """Indices of the largest among at most `most` marked entries: see `largest`."""
+    """Indices of the largest among at most `most` marked entries: see `select_largest`."""
     d = x.shape[0]
     candidates, _ = indices_of_words(words, most, d)
     exact = _exact_set(take(x, candidates), count)

@@ -34,7 +34,15 @@ from typing import Any, NamedTuple
 
 from jaxcomp.hlo import Instruction, without_metadata
 
-__all__ = ["BETWEEN_SLICES", "Places", "Transfer", "pairs_of_send", "rendezvous_of", "transfer_of", "unknown_kind"]
+__all__ = [
+    "BETWEEN_SLICES",
+    "DeviceNumbers",
+    "Transfer",
+    "pairs_of_send",
+    "rendezvous_of",
+    "transfer_of",
+    "unknown_kind",
+]
 
 BETWEEN_SLICES = {
     "ALL_REDUCE": "all-reduce",
@@ -181,7 +189,7 @@ class Transfer(NamedTuple):
     groups: tuple[tuple[tuple[int, int], ...], ...]
 
 
-class Places:
+class DeviceNumbers:
     """Numbers of a program's devices: their places in the mesh it was compiled for, the last axis fastest.
 
     A program for several slices numbers the chips of one slice in the order that they have in the mesh; a target

@@ -23,7 +23,7 @@ from jaxcomp.backend import (
     along_rows,
     cut_apart,
     flattened,
-    joined,
+    join_pieces,
     of_short_rows,
     running,
     running_in_rows,
@@ -96,7 +96,7 @@ def test_split_leaves_them_apart_where_a_vector_has_several(seed):
     groups = groups_of(Layout(), tree)
     parts, whole = split(groups, tree, pieces=True), split(groups, tree)
     assert [isinstance(x, Pieces) for x in parts] == [False, True, False]  # small ones; the only leaf of its dtype
-    np.testing.assert_array_equal(joined(parts[1], groups.like[1]), whole[1])
+    np.testing.assert_array_equal(join_pieces(parts[1], groups.like[1]), whole[1])
     for i in (0, 2):
         np.testing.assert_array_equal(parts[i], whole[i])
 

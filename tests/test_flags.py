@@ -59,7 +59,7 @@ def made(name, world):
         return state
 
     def update(state, grads):
-        if isinstance(tx, jc.methods.Rounds):
+        if isinstance(tx, jc.methods.RoundFunctions):
             state, _ = tx.step(state, lambda x: jax.tree.map(jnp.add, x, grads))
             return tx.point(state), state
         # Parameters that a method of local steps moves are each worker's own.
@@ -85,7 +85,7 @@ def made(name, world):
 def test_every_method_has_a_row():
     algorithms = {"by_path", "diana", "direct", "ef21", "error_feedback", "fetch_sgd", "loco", "majority_vote"}
     algorithms |= {"power_sgd", "sparse_loco", "demo", "local_updates", "onebit_adam", "zero_one_adam", "flat"}
-    algorithms |= {"momentum_correction", "per_leaf", *jc.methods.__all__} - {"Rounds", "rounds"}
+    algorithms |= {"momentum_correction", "per_leaf", *jc.methods.__all__} - {"RoundFunctions", "rounds"}
     assert set(FACTORIES) | algorithms == set(METHODS)
 
 

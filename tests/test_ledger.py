@@ -14,7 +14,7 @@ from laws import ROWS, D
 from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
-from jaxcomp.exchange.collectives import FEW_BYTES, all_gather, all_sum
+from jaxcomp.exchange.collectives import FEW_BYTES, all_sum, gather_tree
 from jaxcomp.ledger import read
 from jaxcomp.program import PACKAGE
 
@@ -211,7 +211,7 @@ def test_lanes_of_odd_trees(name):
     }
     if name == "all_gather":
         tree |= {"f": jnp.arange(4, dtype=jnp.int32), "g": jnp.array([7], jnp.uint8)}
-    collective = {"all_gather": all_gather, "all_sum": all_sum}[name]
+    collective = {"all_gather": gather_tree, "all_sum": all_sum}[name]
 
     def fn(i):
         mine = jax.tree.map(lambda a: a * (i[0].astype(a.dtype) + jnp.ones((), a.dtype)), tree)
@@ -243,7 +243,7 @@ def test_many_wide_entries_have_a_lane_of_their_own():
     one = {name: tree[name] for name in ("bytes", "few", "scale")}
     for which, lanes in ((tree, ["u32", "u8"]), (one, ["u8"])):
         program = mapped(
-            lambda i, which=which: all_gather(jax.tree.map(lambda a: a * i[0].astype(a.dtype), which), AXIS)
+            lambda i, which=which: gather_tree(jax.tree.map(lambda a: a * i[0].astype(a.dtype), which), AXIS)
         )
         workers = jnp.arange(N)
         for got, leaf in zip(jax.tree.leaves(program(workers)), jax.tree.leaves(which), strict=True):

@@ -1,6 +1,7 @@
 """The package as a whole: what it needs, what it imports, how it is laid out."""
 
 import ast
+import collections
 import functools
 import importlib
 import importlib.metadata
@@ -120,7 +121,7 @@ def test_the_front_door_names_federated_and_does_not_import_it():
         "try: jc.members\n"
         "except AttributeError as error: print(error)\n"
         "from jaxcomp import federated\n"
-        "assert federated.flower.Rounds and jc.federated is federated"
+        "assert federated.flower.FlowerRounds and jc.federated is federated"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert "from jaxcomp import federated" in result.stdout, result.stderr
@@ -176,6 +177,42 @@ def test_modules_are_documented_and_list_what_they_have():
         missing = [name for name in module.__all__ if not hasattr(module, name)]
         twice = sorted(module.__all__) != sorted(set(module.__all__))
         return missing or twice or not ast.get_docstring(nodes_of(path)[0])
+
+    assert breaking(wrong) == {}
+
+
+SEAMS = ("backend", "select")
+
+
+def places_of(kind, wanted=lambda name: True):
+    """Name -> the files that define it: classes anywhere, functions of modules."""
+    found = collections.defaultdict(list)
+    for path in MODULES:
+        for node in nodes_of(path) if kind is ast.ClassDef else nodes_of(path)[0].body:
+            if isinstance(node, kind) and wanted(node.name):
+                found[node.name].append(path.relative_to(PACKAGE).as_posix())
+    return found
+
+
+def test_a_type_has_a_name_of_its_own():
+    assert {name: files for name, files in places_of(ast.ClassDef).items() if len(files) > 1} == {}
+
+
+def test_few_public_functions_share_a_name():
+    """The forms of a backend, which have to, are not counted: all of them stand in backend*.py, or in select*.py."""
+    public = places_of(ast.FunctionDef, lambda name: not name.startswith("_"))
+    seam = lambda files: any(all(re.fullmatch(rf"{each}\w*\.py", file) for file in files) for each in SEAMS)
+    twice = {name: files for name, files in public.items() if len(files) > 1 and not seam(files)}
+    assert len(twice) <= 8, twice
+
+
+def test_types_of_payloads_are_asked_for_only_in_payloads_and_compressors():
+    def wrong(path):
+        sources = [x for x in nodes_of(path) if isinstance(x, ast.ImportFrom) and x.module]
+        types = {a.asname or a.name for x in sources if x.module.startswith("jaxcomp.payloads") for a in x.names}
+        asked = [x.args[1] for x in nodes_of(path) if getattr(getattr(x, "func", None), "id", None) == "isinstance"]
+        names = {getattr(x, "id", getattr(x, "attr", None)) for each in asked for x in ast.walk(each)}
+        return path.relative_to(PACKAGE).parts[0] not in ("payloads", "compressors") and types & names
 
     assert breaking(wrong) == {}
 

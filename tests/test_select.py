@@ -19,8 +19,8 @@ from jaxcomp.select import (
     excess_above,
     first_bits,
     indices_of_words,
-    largest,
     mask_words,
+    select_largest,
     take,
     top_set,
     words_above,
@@ -120,7 +120,7 @@ KINDS = {
     "garbage": lambda rng, d: np.where(rng.random(d) < 0.1, rng.choice([np.nan, np.inf, -np.inf], d), rng.random(d)),
     "tiny": lambda rng, d: rng.standard_normal(d) * 1e-36,
 }
-run_largest = jax.jit(largest, static_argnums=(2,))
+run_largest = jax.jit(select_largest, static_argnums=(2,))
 
 
 @pytest.mark.sampled
@@ -192,7 +192,7 @@ def test_accelerators_mark_count_and_find_the_same(d, platform, seed):
 
 def test_largest_under_vmap_with_counts_of_their_own(seed):
     xs = np.random.default_rng(seed).standard_normal((3, 5000)).astype(np.float32)
-    mapped = jax.jit(jax.vmap(lambda x, k: largest(x, k, 60)))(xs, jnp.array([1, 20, 60]))
+    mapped = jax.jit(jax.vmap(lambda x, k: select_largest(x, k, 60)))(xs, jnp.array([1, 20, 60]))
     for x, k, got in zip(xs, (1, 20, 60), mapped, strict=True):
         np.testing.assert_array_equal(got[:k], np.sort(np.argsort(-np.abs(x))[:k]))
         assert np.all(got[k:] == 5000)

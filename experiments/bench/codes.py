@@ -20,7 +20,7 @@ from experiments.lib.cli import at_least
 from experiments.lib.report import new_console, show
 from experiments.lib.training import find_mesh
 from jaxcomp import codes
-from jaxcomp.exchange.collectives import all_gather, all_max
+from jaxcomp.exchange.collectives import all_max, gather_tree
 from jaxcomp.exchange.routes.ladder import rungs
 from jaxcomp.packing import pack
 from jaxcomp.payloads import Quantized, Sparse, decode_message, encode_message
@@ -124,13 +124,13 @@ def switch_cost(repeats: int) -> None:
         steps = rungs(words)
 
         def plain(x, steps=steps):
-            return all_gather(x[0, : steps[-1]], "data")
+            return gather_tree(x[0, : steps[-1]], "data")
 
         def switched(x, steps=steps):
             need = all_max(x[0, 0].astype(jnp.int32) + steps[-2], "data")
             rung = jnp.searchsorted(jnp.asarray(steps, jnp.int32), need).astype(jnp.int32)
             pads = lambda step: ((0, 0), (0, steps[-1] - step))
-            arms = [lambda x, step=step: jnp.pad(all_gather(x[:step], "data"), pads(step)) for step in steps]
+            arms = [lambda x, step=step: jnp.pad(gather_tree(x[:step], "data"), pads(step)) for step in steps]
             return jax.lax.switch(rung, arms, x[0])
 
         for name, run in (("gather", plain), ("switch", switched)):

@@ -21,7 +21,7 @@ from experiments.bench.timing import Fresh, machine, time_all
 from experiments.lib.cli import at_least, fraction
 from experiments.lib.run import Run, parser_of
 from jaxcomp.base import residual
-from jaxcomp.compressors.sidco import SAMPLE, STAGES, counted
+from jaxcomp.compressors.sidco import SAMPLE, STAGES, counting_estimator
 from jaxcomp.select import every, indices_of_words, marked_above, words_above
 
 __all__ = ["main", "slope_of"]
@@ -57,7 +57,7 @@ def methods(vectors: Vectors, ratio: float) -> tuple[dict[str, Any], dict[str, f
         "jc.top_k": jc.top_k(ratio),
         **{f"jc.contrib.{name}": getattr(jc.contrib, name)(ratio) for name in ("dgc", "gaussian_k", "redsync")},
     }
-    fit = counted("exponential", True, STAGES, None).estimate
+    fit = counting_estimator("exponential", True, STAGES, None).estimate
     stride = max(1, d // SAMPLE - 1) | 1
     in_sample = jnp.int32(max(1, k // stride))
 

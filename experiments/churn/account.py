@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments.federated.account import Counted, exact
 from jaxcomp.federated import Member, Task
-from jaxcomp.federated.checkpoint import read, written
+from jaxcomp.federated.checkpoint import read_arrays, written
 from jaxcomp.smoothness.sources import BROKEN
 
 __all__ = ["Made", "apart", "grown"]
@@ -42,7 +42,7 @@ class Made:
         self.round, self.before = 0, np.zeros(0, np.float32)
         if file.is_file():
             try:
-                kept = read(file)
+                kept = read_arrays(file)
             except BROKEN as error:
                 raise ValueError(f"churn: {file} is not an account: {error}") from None
             self.parts = [kept[f"part{i}"] for i in range(len(kept) - 2)]

@@ -8,14 +8,14 @@ from typing import Any
 
 from experiments.churn.model import initial, losses, touch
 from experiments.federated.account import Counted
-from jaxcomp.federated import Journal, Round, Rounds, save
+from jaxcomp.federated import Journal, RoundResult, Rounds, save
 from jaxcomp.transports import hub
 
 
 class Weighed(Counted):
     """tokens: of the answers that the last round used."""
 
-    def close(self) -> Round:
+    def close(self) -> RoundResult:
         self.tokens = 0
         return super().close()
 

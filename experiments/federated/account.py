@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxcomp.federated import Answer, Member, Round, Server
-from jaxcomp.federated.checkpoint import read, written
+from jaxcomp.federated import Answer, Member, RoundResult, Server
+from jaxcomp.federated.checkpoint import read_arrays, written
 
 __all__ = ["UNIT", "Counted", "Sums", "begin", "exact", "sums_of"]
 
@@ -41,7 +41,7 @@ def _made(clients: Path, i: int, member: Member) -> tuple[np.ndarray, int]:
     file = clients / f"account-{i}.npz"
     if not file.is_file():
         return np.zeros(0, object), 0
-    kept = read(file)
+    kept = read_arrays(file)
     made, last, number = np.array(list(map(int, kept["made"])), object), int(kept["last"]), int(kept["round"])
     if member._pending is not None and last != number == member._pending.answer.round:
         now, former = exact(member.memory), exact(kept["memory"])
@@ -66,7 +66,7 @@ class Counted(Server):
     def take_up(self) -> None:
         """Counts again what was used up to the round that the server is at."""
         for number in range(1, self.number + 1):
-            self._count(read(self.folder / f"{number}.npz"))
+            self._count(read_arrays(self.folder / f"{number}.npz"))
 
     def _count(self, used: Mapping[str, np.ndarray]) -> None:
         for name in (name for name in used if name.endswith("values")):
@@ -84,7 +84,7 @@ class Counted(Server):
         self._parts = parts
         return super()._moved(parts)
 
-    def close(self) -> Round:
+    def close(self) -> RoundResult:
         self._parts = []
         result = super().close()
         used = {}

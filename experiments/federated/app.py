@@ -27,7 +27,7 @@ from experiments.lib.flat import flat_model, local_batches, local_steps
 from experiments.lib.folders import Journal, write_json
 from jaxcomp.federated import load as load_server
 from jaxcomp.federated import save as save_server
-from jaxcomp.federated.flower import RECORD, Rounds, members_mod
+from jaxcomp.federated.flower import RECORD, FlowerRounds, members_mod
 
 __all__ = ["client", "server"]
 
@@ -150,7 +150,7 @@ def main(grid: Any, context: Any) -> None:
         key = [CONFIG["seed"], 22, core.number]
         return asked_of(there, PLAN.events[core.number], CONFIG["participation"], key)
 
-    rounds = Rounds(core, here, deadline=CONFIG["deadline"], choose=choose, least=2)
+    rounds = FlowerRounds(core, here, deadline=CONFIG["deadline"], choose=choose, least=2)
     for now in rounds.start(grid, CONFIG["rounds"] - core.number):
         loss, accuracy = (float(x) for x in test(core.point, DATA.test_x, DATA.test_y))
         found = {i: sums for i in HONEST if (sums := sums_of(core, CLIENTS, i)) is not None}

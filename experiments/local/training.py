@@ -21,7 +21,7 @@ from jaxcomp.base import Algorithm
 from jaxcomp.compressors.tree import each_of
 from jaxcomp.exchange.routes import ROUTES
 from jaxcomp.groups import split
-from jaxcomp.state.moments import moment_of, places_of
+from jaxcomp.state.moments import moment_of, moment_places
 from jaxcomp.transforms.bytes_exchange import BytesExchange
 from jaxcomp.transforms.local_updates import Timetable, cut, difference_of, fragments_of
 from jaxcomp.transforms.moments import away_from
@@ -102,7 +102,7 @@ def message_bytes(setup: Setup, o: Any, params: Any, state: Any, seed: int) -> i
         sent += length_of(algorithm, mean, difference, seed)
     if setup.moments:
         inner = jax.tree.map(lambda x: x[0, 0], state.own.local.inner)
-        places, algorithm = places_of("local", inner, mine, setup.moments), setup.of_moments(o.ratio, o.levels)
+        places, algorithm = moment_places("local", inner, mine, setup.moments), setup.of_moments(o.ratio, o.levels)
         for name, period in setup.moments.items():
             point, mean = state.moments[name]
             difference = away_from(point, moment_of(inner, places[name], mine))

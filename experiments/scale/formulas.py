@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from jaxcomp.exchange.links import Link, levels_of, on_links
+from jaxcomp.exchange.links import Link, on_links, stated_levels
 
 __all__ = ["LINKS", "ROUTES", "At", "costs_at", "crossover", "straggling", "widened"]
 
@@ -45,7 +45,7 @@ def widened(links: Mapping[str, Link], n: int) -> dict[str, Link]:
         width = left if each.width is None else min(each.width, left)
         found[name] = each._replace(width=width)
         left //= width
-    return levels_of("scale", found, n)
+    return stated_levels("scale", found, n)
 
 
 # ------------------------------------------------------------------------------------------------

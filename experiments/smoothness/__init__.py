@@ -144,7 +144,9 @@ def upload_bits(setup: Setup, d: int) -> float:
     if not setup.label.split()[0].endswith("+"):
         return 0.0
     operator, entries = setup.operator, float(d)
-    form = type(operator).__name__
+    from jaxcomp.smoothness.store import form_of
+
+    form = form_of(operator)
     if form == "Dense":
         root = operator.matrix_root[0]
         entries = d * (d + 1) / 2 if np.allclose(root, root.T) else d * d

@@ -13,9 +13,9 @@ from jaxcomp.base import (
     Round,
     State,
     advance,
-    check_algorithm,
     check_compressor,
     keys_of,
+    require_algorithm,
     stepped,
 )
 from jaxcomp.compressors.tree import each_of
@@ -75,7 +75,7 @@ def bidirectional(algorithm: Algorithm, down: Compressor, *, code: str = "fixed"
     >>> import jaxcomp as jc
     >>> method = jc.methods.bidirectional(jc.diana(jc.dithering(7)), jc.dithering(15))
     """
-    if check_algorithm("bidirectional", algorithm).parts:
+    if require_algorithm("bidirectional", algorithm).parts:
         raise ValueError("bidirectional: put it into each part of by_path, not around it; got an algorithm of parts")
     check_down("bidirectional", down)
 

@@ -7,7 +7,7 @@ import jax
 
 from jaxcomp.algorithms.direct import direct
 from jaxcomp.algorithms.error_feedback import error_feedback
-from jaxcomp.base import Algorithm, Compressor, Round, check_algorithm
+from jaxcomp.base import Algorithm, Compressor, Round, require_algorithm
 from jaxcomp.compressors.tree import layout_of
 from jaxcomp.factories import factory
 from jaxcomp.groups import Layout
@@ -100,7 +100,7 @@ def _part(here: Round, number: int) -> Round:
 def _algorithm(pattern: Any, value: Any) -> Algorithm:
     if isinstance(value, Compressor):
         return direct(value) if value.spec.omega is not None else error_feedback(value)
-    algorithm = check_algorithm(f"by_path: pattern {pattern!r}", value)
+    algorithm = require_algorithm(f"by_path: pattern {pattern!r}", value)
     if algorithm.parts:
         raise ValueError("by_path: a part must not be made by by_path; put its patterns into the one mapping")
     return algorithm

@@ -29,7 +29,6 @@ __all__ = [
     "matrix_shape",
     "product",
     "ranks_of",
-    "times",
     "transposed_times",
 ]
 
@@ -94,7 +93,7 @@ def check_low_rank(name: str, min_ratio: float, start: int, dense_below: int) ->
 # Products
 
 
-def times(m: Array, q: Array) -> Array:
+def _times(m: Array, q: Array) -> Array:
     """M Q of each matrix of a stack, in the precision of the arrays on every backend."""
     return jnp.matmul(m, q, precision="highest")
 
@@ -107,7 +106,7 @@ def transposed_times(m: Array, p: Array) -> Array:
 def product(p: Array, q: Array) -> Array:
     """P Q of each pair [m, r, k], [m, k, c]. Of few columns term by term, so that who reads it can compute it."""
     if p.shape[2] > FEW:
-        return times(p, q)
+        return _times(p, q)
     return sum(p[:, :, j, None] * q[:, None, j, :] for j in range(1, p.shape[2])) + p[:, :, 0, None] * q[:, None, 0, :]
 
 
@@ -136,7 +135,7 @@ def factors(stacks: list[Array], start: list[Array], also: Any, size: int) -> An
     """
     units = [room(2 * size * math.sqrt(max(m.shape[1:]))) for m in stacks]  # columns of bases have length 1
     right = zip(stacks, bases_of(start), units, strict=True)
-    p, also = yield Sum(([times(m, q * unit) for m, q, unit in right], also))
+    p, also = yield Sum(([_times(m, q * unit) for m, q, unit in right], also))
     p = bases_of(p)
     left = zip(stacks, p, units, strict=True)
     q = yield Sum([transposed_times(m, each * unit) for m, each, unit in left])
@@ -183,7 +182,7 @@ def bases_of(stacks: Sequence[Array]) -> list[Array]:
     bases = {}
     for kind in dict.fromkeys((x.shape[2], x.dtype) for x in stacks):
         alike = [i for i, x in enumerate(stacks) if (x.shape[2], x.dtype) == kind]
-        cut = _Blocks([stacks[i].shape for i in alike])
+        cut = _ColumnBlocks([stacks[i].shape for i in alike])
         basis = _gram_schmidt(cut.join([_scaled(stacks[i]) for i in alike]), cut)
         bases |= zip(alike, cut.split(basis), strict=True)
     return [bases[i] for i in range(len(stacks))]
@@ -194,7 +193,7 @@ def _scaled(x: Array) -> Array:
     return x / jnp.where(largest > 0, largest, 1)
 
 
-class _Blocks:
+class _ColumnBlocks:
     """Columns of n matrices [r, k] of several shapes as one array [b, k, BLOCK], with zeros behind the last rows."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]):
@@ -246,7 +245,7 @@ class _Blocks:
         return jnp.sum(parts[self.blocks], axis=1)[self.matrix]
 
 
-def _gram_schmidt(columns: Array, cut: _Blocks) -> Array:
+def _gram_schmidt(columns: Array, cut: _ColumnBlocks) -> Array:
     def apart(basis: Array, v: Array) -> Array:
         """Columns v without what lies in the span of a basis, whose columns have length one or zero."""
         product = lambda u, basis: jnp.einsum("bij,bjx->bix", u, basis, precision="highest")

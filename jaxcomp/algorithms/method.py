@@ -11,7 +11,7 @@ import jax
 
 from jaxcomp.arrays import wide_like, zeros_like
 from jaxcomp.backend import made
-from jaxcomp.base import Algorithm, check_algorithm, check_compressor, stepped
+from jaxcomp.base import Algorithm, check_compressor, require_algorithm, stepped
 from jaxcomp.factories import factory
 from jaxcomp.prox import Prox
 
@@ -50,7 +50,7 @@ def descend(algorithm: Algorithm, step_size: float | Array, *, prox: Prox | None
     >>> print(run.point(state))
     [0.5 0.5]
     """
-    check_algorithm("descend", algorithm)
+    require_algorithm("descend", algorithm)
     check_step_size("descend", step_size)
 
     def init(here, x):

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.arrays import rounded_to
-from jaxcomp.backend import Pieces, joined, recomputes, seen_anew
+from jaxcomp.backend import Pieces, join_pieces, recomputes, seen_anew
 from jaxcomp.base import Algorithm, Mean, Round, answered, stepped
 from jaxcomp.hashing import random_bits, random_uniform
 
@@ -174,7 +174,7 @@ def remembered_in(memory: str, algorithm: Algorithm, *fields: str) -> Algorithm:
 
 
 def _whole(grads: Any, group: Any) -> Any:
-    return joined(grads, group.like) if isinstance(grads, Pieces) else grads
+    return join_pieces(grads, group.like) if isinstance(grads, Pieces) else grads
 
 
 # ------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def ratios(
     weight = shares("ratios", volumes)
     if not 0 < number_of(mean_ratio) < math.inf:
         raise ValueError(f"ratios: mean_ratio must be a finite number above 0; got {mean_ratio}")
-    exponent = exponent_of("ratios", rule, RULES)
+    exponent = rule_exponent("ratios", rule, RULES)
     most = _numbers(1.0 if cap is None else cap)
     if most.shape not in ((), weight.shape):
         raise ValueError(f"ratios: cap must be one number or {len(weight)}; got shape {most.shape}")
@@ -298,7 +298,7 @@ def number_of(value: Any) -> float:
         return math.nan
 
 
-def exponent_of(name: str, rule: Rule, names: Sequence[str]) -> float | None:
+def rule_exponent(name: str, rule: Rule, names: Sequence[str]) -> float | None:
     """The exponent of a power rule, None for the others."""
     if isinstance(rule, str):
         if rule not in names:
@@ -324,7 +324,7 @@ def _scales(name: str, weight: Array, rule: Rule, cap: float) -> Array:
     """lambda_i / base: mean_j(p_j^s) / p_i^s, at most cap, over the workers with data; infinity for the others."""
     if not number_of(cap) >= 1:
         raise ValueError(f"{name}: cap must be at least 1; got {cap}")
-    exponent = exponent_of(name, rule, THRESHOLD_RULES)
+    exponent = rule_exponent(name, rule, THRESHOLD_RULES)
     active = weight > 0
     result = np.full(len(weight), np.inf)
     powers = np.maximum((weight[active] / weight.max()) ** (2 / 3 if exponent is None else exponent), 1e-300)

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxcomp.arrays import bit_length, namespace
 from jaxcomp.codes.arrays import gather, running_sum, scan, scatter_bits
-from jaxcomp.codes.stream import pack_codes, read_fields, starts_of
+from jaxcomp.codes.stream import code_starts, pack_codes, read_fields
 
 __all__ = [
     "CHUNK",
@@ -277,7 +277,7 @@ def encode_symbols(
     sums = xp.where(place < (count - 1) // CHUNK, sums, 0)
     first = start + chunk_bits(count)
     words = scatter_bits(
-        [(sums.astype(xp.uint32), start + CHUNK_BITS * place), (codes, first + starts_of(each))], num_words
+        [(sums.astype(xp.uint32), start + CHUNK_BITS * place), (codes, first + code_starts(each))], num_words
     )
     return words, first + xp.sum(each, dtype=xp.int32)
 

@@ -59,22 +59,22 @@ from jaxcomp.codes.schemes import (
     TOO_DEAR,
     UNARY,
 )
-from jaxcomp.codes.stream import low_bits, read_fields, starts_of
+from jaxcomp.codes.stream import code_starts, low_bits, read_fields
 
 __all__ = [
     "CODERS",
     "MAX_KEYS",
+    "ChosenScheme",
     "Gaps",
-    "Plan",
-    "decode_gaps",
+    "choose_scheme",
     "decode_keys",
+    "decode_to_gaps",
     "encode_keys",
     "gaps_of",
     "key_bits",
     "key_words",
-    "keys_of",
+    "keys_from_gaps",
     "list_starts",
-    "plan",
 ]
 
 Array = Any
@@ -101,7 +101,7 @@ class Gaps(NamedTuple):
 def list_starts(counts: Array, size: int) -> tuple[Array, Array]:
     """Masks of the places where lists of these lengths start, and of those that count: bool[size], bool[size]."""
     xp = namespace(counts)
-    starts = starts_of(counts)
+    starts = code_starts(counts)
     first = mark(xp.where(counts > 0, starts, size), size)
     return first, xp.arange(size, dtype=xp.int32) < xp.sum(counts, dtype=xp.int32)
 
@@ -125,7 +125,7 @@ def gaps_of(keys: Array, counts: Array) -> Gaps:
 # Which scheme, and what it costs
 
 
-class Plan(NamedTuple):
+class ChosenScheme(NamedTuple):
     """scheme i32[]; bits i32[] of the whole stream; lengths i32[33] of the Huffman code of n."""
 
     scheme: Array
@@ -133,7 +133,7 @@ class Plan(NamedTuple):
     lengths: Array
 
 
-def plan(gaps: Gaps, coder: str = "best") -> Plan:
+def choose_scheme(gaps: Gaps, coder: str = "best") -> ChosenScheme:
     """The scheme that a coder chooses for these gaps, and the bits of the stream.
 
     Args:
@@ -155,7 +155,7 @@ def plan(gaps: Gaps, coder: str = "best") -> Plan:
     if coder == "released":
         scheme = xp.asarray(ESTIMATED)[xp.argmin(total(ESTIMATES))]
         bits = total(CLASS_BITS)[scheme]
-        return Plan(scheme, SCHEME_BITS + bits, xp.zeros((CLASSES,), xp.int32))
+        return ChosenScheme(scheme, SCHEME_BITS + bits, xp.zeros((CLASSES,), xp.int32))
     options = [(schemes[0], xp.asarray(TOO_DEAR, xp.int32))]  # (number, bits)
     lengths = xp.zeros((CLASSES,), xp.int32)
     plain = [number for number in schemes if number < ENTROPY]
@@ -173,7 +173,7 @@ def plan(gaps: Gaps, coder: str = "best") -> Plan:
     costs = xp.stack([xp.asarray(bits, xp.int32) for _, bits in options])
     numbers = xp.stack([xp.asarray(number, xp.int32) for number, _ in options])
     cheapest = xp.argmin(costs)
-    return Plan(numbers[cheapest], SCHEME_BITS + costs[cheapest], lengths)
+    return ChosenScheme(numbers[cheapest], SCHEME_BITS + costs[cheapest], lengths)
 
 
 def _rice(gaps: Gaps, count: Array) -> tuple[Array, Array]:
@@ -196,7 +196,7 @@ def key_bits(keys: Array, counts: Array, *, coder: str = "best") -> Array:
     >>> print(key_bits(np.arange(0, 700, 7), np.array([100])))
     331
     """
-    return plan(gaps_of(keys, counts), coder).bits
+    return choose_scheme(gaps_of(keys, counts), coder).bits
 
 
 def key_words(size: int) -> int:
@@ -213,7 +213,7 @@ def key_words(size: int) -> int:
 
 
 def encode_keys(
-    keys: Array, counts: Array, *, coder: str = "best", num_words: int | None = None, chosen: Plan | None = None
+    keys: Array, counts: Array, *, coder: str = "best", num_words: int | None = None, chosen: ChosenScheme | None = None
 ) -> tuple[Array, Array]:
     """Keys as a stream of bits that says by itself how it is coded.
 
@@ -222,13 +222,13 @@ def encode_keys(
         counts: i32[r], keys of each list, with sum at most n; both ends know them.
         coder: one of CODERS.
         num_words: capacity; `key_words(n)` if None. What does not fit is dropped.
-        chosen: plan(gaps_of(keys, counts), coder), if it is known.
+        chosen: choose_scheme(gaps_of(keys, counts), coder), if it is known.
 
     Returns:
         words u32[num_words], unused bits zero; number of bits i32[].
 
     Raises:
-        ValueError: as `plan`.
+        ValueError: as `choose_scheme`.
 
     >>> import numpy as np
     >>> keys, counts = np.array([3, 5, 0, 9, 0]), np.array([2, 2])
@@ -239,7 +239,7 @@ def encode_keys(
     xp = namespace(keys)
     size = keys.shape[0]
     gaps = gaps_of(keys, counts)
-    scheme, total, lengths = plan(gaps, coder) if chosen is None else chosen
+    scheme, total, lengths = choose_scheme(gaps, coder) if chosen is None else chosen
     num_words = key_words(size) if num_words is None else num_words
     kinds = [kind for kind in (FIXED, UNARY, HUFFMAN) if any(SCHEMES[s].kind == kind for s in CODERS[coder])]
     kind, width, base, unit, rice = (xp.asarray(row)[scheme] for row in FIELDS)
@@ -259,7 +259,7 @@ def encode_keys(
     def fixed():
         each = xp.where(gaps.valid, width, 0)
         codes = symbols.astype(xp.uint32)
-        return scatter_bits([(codes, SCHEME_BITS + starts_of(each))], num_words), SCHEME_BITS + count * width
+        return scatter_bits([(codes, SCHEME_BITS + code_starts(each))], num_words), SCHEME_BITS + count * width
 
     def unary():
         ends = SCHEME_BITS + running_sum(xp.where(gaps.valid, symbols + 1, 0).astype(xp.int32))
@@ -268,18 +268,18 @@ def encode_keys(
 
     def huffman():
         codes, each = length_codes(lengths)
-        table = scatter_bits([(codes, SCHEME_BITS + starts_of(each))], num_words)
+        table = scatter_bits([(codes, SCHEME_BITS + code_starts(each))], num_words)
         start = SCHEME_BITS + xp.sum(each, dtype=xp.int32)
         words, end = encode_symbols(symbols, lengths, num_words, count=count, start=start)
         return table + words, end
 
     each = {FIXED: fixed, UNARY: unary, HUFFMAN: huffman}
     prefixes, end = branch(kind - kinds[0], [each[k] for k in kinds])
-    bodies = scatter_bits([(low_bits(numbers, widths), end + starts_of(widths))], num_words)
+    bodies = scatter_bits([(low_bits(numbers, widths), end + code_starts(widths))], num_words)
     return head + prefixes + bodies, total
 
 
-def decode_gaps(words: Array, counts: Array, size: int, *, coder: str = "best") -> tuple[Array, Array]:
+def decode_to_gaps(words: Array, counts: Array, size: int, *, coder: str = "best") -> tuple[Array, Array]:
     """Inverse of `encode_keys` up to the gaps.
 
     Returns:
@@ -314,7 +314,7 @@ def decode_gaps(words: Array, counts: Array, size: int, *, coder: str = "best") 
     symbols = xp.where(valid, symbols, 0)
     widths = xp.where(kind == HUFFMAN, xp.maximum(symbols - 1, 0), base + unit * symbols)
     widths = xp.where(valid, xp.clip(widths, 0, 32), 0)
-    bodies = read_fields(words, xp.where(end == TOO_DEAR, 0, end) + starts_of(widths), widths)
+    bodies = read_fields(words, xp.where(end == TOO_DEAR, 0, end) + code_starts(widths), widths)
     one = xp.uint32(1)
     tops = xp.where(rice > 0, symbols.astype(xp.uint32) << (base & 31).astype(xp.uint32), xp.uint32(0))
     tops = xp.where((kind == HUFFMAN) & (symbols > 0), one << (xp.maximum(symbols - 1, 0) & 31).astype(xp.uint32), tops)
@@ -324,7 +324,7 @@ def decode_gaps(words: Array, counts: Array, size: int, *, coder: str = "best") 
     return xp.where(valid, gaps, xp.uint32(0)), total
 
 
-def keys_of(gaps: Array, counts: Array) -> Array:
+def keys_from_gaps(gaps: Array, counts: Array) -> Array:
     """Keys i32[n] from the gaps of lists, 0 beyond them."""
     xp = namespace(gaps)
     first, valid = list_starts(counts, gaps.shape[0])
@@ -348,5 +348,5 @@ def decode_keys(words: Array, counts: Array, size: int, *, coder: str = "best") 
     Returns:
         keys i32[size], 0 beyond the lists.
     """
-    gaps, _ = decode_gaps(words, counts, size, coder=coder)
-    return keys_of(gaps, counts)
+    gaps, _ = decode_to_gaps(words, counts, size, coder=coder)
+    return keys_from_gaps(gaps, counts)

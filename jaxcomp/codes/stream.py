@@ -9,12 +9,12 @@ from typing import Any
 from jaxcomp.arrays import namespace
 from jaxcomp.codes.arrays import gather, running_sum, scatter_bits
 
-__all__ = ["low_bits", "pack_codes", "read_fields", "starts_of"]
+__all__ = ["code_starts", "low_bits", "pack_codes", "read_fields"]
 
 Array = Any
 
 
-def starts_of(lengths: Array) -> Array:
+def code_starts(lengths: Array) -> Array:
     """Exclusive running sum: where each code starts. i32[n]."""
     return running_sum(lengths.astype(namespace(lengths).int32)) - lengths
 
@@ -45,7 +45,7 @@ def pack_codes(codes: Array, lengths: Array, num_words: int) -> tuple[Array, Arr
     [197] 8
     """
     xp = namespace(codes)
-    words = scatter_bits([(low_bits(codes, lengths), starts_of(lengths))], num_words)
+    words = scatter_bits([(low_bits(codes, lengths), code_starts(lengths))], num_words)
     return words, xp.sum(lengths, dtype=xp.int32)
 
 

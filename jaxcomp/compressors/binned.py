@@ -11,7 +11,7 @@ from jaxcomp.arrays import bounded, exponent_of, finite, power_of_two, wide
 from jaxcomp.backend import form, materialized
 from jaxcomp.base import Compressor, Spec, on_vectors
 from jaxcomp.checks import check_like, is_whole
-from jaxcomp.compressors.blocks import Blocks, blocks_of
+from jaxcomp.compressors.blocks import BlockSizes, block_sizes
 from jaxcomp.factories import factory
 from jaxcomp.norms import max_abs
 from jaxcomp.packing import pack, unpack
@@ -65,12 +65,12 @@ def binned(bits: int = 2, *, refine: int = 4, blocks: int | None = None, block_s
         raise ValueError(f"binned: bits must be an integer in 1 .. {MOST_BITS}; got {bits}")
     if isinstance(refine, bool) or not (is_whole(refine, 0) and refine <= 16):
         raise ValueError(f"binned: refine must be an integer in 0 .. 16; got {refine}")
-    layout = blocks_of("binned", blocks, block_size, BLOCK)
+    layout = block_sizes("binned", blocks, block_size, BLOCK)
     count = 2 ** int(bits)
     name = f"binned({bits}" + (f", refine={refine}" if refine != 4 else "")
     name += f", blocks={blocks}" if blocks else f", block_size={block_size}" if block_size else ""
 
-    def rows_of(x: Array, cut: Blocks) -> Array:
+    def rows_of(x: Array, cut: BlockSizes) -> Array:
         """The blocks as rows, the shorter ones filled up with zeros."""
         if cut.tail <= cut.length or not cut.rows:
             return jnp.pad(x, (0, cut.count * cut.largest - x.shape[0])).reshape(cut.count, cut.largest)
@@ -79,7 +79,7 @@ def binned(bits: int = 2, *, refine: int = 4, blocks: int | None = None, block_s
             [jnp.pad(body, ((0, 0), (0, cut.tail - cut.length))), x[cut.rows * cut.length :].reshape(1, -1)]
         )
 
-    def flat_of(rows: Array, cut: Blocks, d: int) -> Array:
+    def flat_of(rows: Array, cut: BlockSizes, d: int) -> Array:
         if cut.tail <= cut.length or not cut.rows:
             return rows.reshape(-1)[:d]
         return jnp.concatenate([rows[: cut.rows, : cut.length].reshape(-1), rows[cut.rows]])

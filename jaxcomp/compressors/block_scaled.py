@@ -31,9 +31,9 @@ from jaxcomp.arrays import bounded, finite, wide
 from jaxcomp.backend import all_finite, form, in_parts
 from jaxcomp.base import MOST, Compressor, Spec, on_vectors
 from jaxcomp.checks import check_like, contraction, is_whole
-from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, worth
+from jaxcomp.compressors.blocks import BlockSizes, add_worth, block_sizes, code_words, worth
 from jaxcomp.compressors.elements import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, Elements, Float, Integer
-from jaxcomp.compressors.scales import SCALES, Made, Scale
+from jaxcomp.compressors.scales import SCALES, BlockScales, Scale
 from jaxcomp.factories import factory
 from jaxcomp.groups import WHOLE_BLOCKS
 from jaxcomp.norms import max_abs
@@ -152,7 +152,7 @@ def block_scaled(
     if block is not None and not is_whole(block):
         raise ValueError(f"block_scaled: block must be an integer of at least 1; got {block!r}")
     size = default if block is None else block
-    layout = blocks_of("block_scaled", None, size, None)
+    layout = block_sizes("block_scaled", None, size, None)
     stochastic = rounding == "stochastic"
     kind = kind.removesuffix("-nearest") if stochastic else kind
     rule = SCALES[scale or kind]
@@ -179,7 +179,7 @@ def _compressor(elements: Elements, rule: Scale, layout: Any, stochastic: bool, 
         # rounding.
         return rule.times(elements.decode(codes), scale)
 
-    def better_of(x: Array, cut: Blocks, made: Made) -> Made:
+    def better_of(x: Array, cut: BlockSizes, made: BlockScales) -> BlockScales:
         """The same blocks, with the next smaller scale where that loses less."""
         lower = rule.lower(made)
         error = lambda each: _within(x) - value(code(x, each), each)
@@ -192,7 +192,7 @@ def _compressor(elements: Elements, rule: Scale, layout: Any, stochastic: bool, 
         ends_of = _largest_by_bits if rule.power else _ends_of(isinstance(elements, Integer))
         made = rule.of(cut.each(ends_of, x), elements, stochastic)
         made = better_of(x, cut, made) if rule.best else made
-        words = coded(code, elements.bits, cut, x, [made.scale], key if stochastic else None)
+        words = code_words(code, elements.bits, cut, x, [made.scale], key if stochastic else None)
         payload = Quantized(made.norms, words)
         return (payload if made.factor is None else Several((Dense(made.factor), payload))), state.local
 

@@ -13,13 +13,13 @@ from jaxcomp.hashing import random_uniform
 from jaxcomp.norms import block_norms
 from jaxcomp.packing import Lanes, Places, pack, places_of, unpack
 
-__all__ = ["BLOCK_SIZE", "Blocks", "add_worth", "added", "blocks_of", "coded", "worth"]
+__all__ = ["BLOCK_SIZE", "BlockSizes", "add_worth", "added", "block_sizes", "code_words", "worth"]
 
 Array = jax.Array
 BLOCK_SIZE = 512  # entries, where nothing is said
 
 
-class Blocks:
+class BlockSizes:
     """How a vector of d entries is cut: `rows` blocks of `length`, then one of `tail` entries.
 
     blocks=B: B - 1 blocks of floor(d / B) entries, the last takes the remainder.
@@ -72,12 +72,14 @@ class Blocks:
         return jnp.concatenate([body, jnp.broadcast_to(each[self.rows :], (self.tail,))]) if self.tail else body
 
 
-def blocks_of(name: str, blocks: int | None, block_size: int | None, default: int | None) -> Callable[[int], Blocks]:
+def block_sizes(
+    name: str, blocks: int | None, block_size: int | None, default: int | None
+) -> Callable[[int], BlockSizes]:
     """Checks a number of blocks or a size of blocks: d -> how a vector of d entries is cut.
 
     Args:
         name: of the factory, for errors.
-        blocks, block_size: see `Blocks`.
+        blocks, block_size: see `BlockSizes`.
         default: block_size where neither is given.
 
     Raises:
@@ -90,7 +92,7 @@ def blocks_of(name: str, blocks: int | None, block_size: int | None, default: in
         raise ValueError(f"{name}: give at most one of blocks and block_size; got {blocks} and {block_size}")
     count, size = (None if value is None else int(value) for value in (blocks, block_size))
     size = default if count is None and size is None else size
-    return lambda d: Blocks(d, count, size)
+    return lambda d: BlockSizes(d, count, size)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -98,12 +100,12 @@ def blocks_of(name: str, blocks: int | None, block_size: int | None, default: in
 # for all entries.
 
 
-def _places(cut: Blocks, size: int, width: int) -> Places | Lanes | None:
+def _places(cut: BlockSizes, size: int, width: int) -> Places | Lanes | None:
     return places_of(size, width) if cut.in_words else None
 
 
-def coded(
-    code: Callable[..., Array], width: int, cut: Blocks, x: Array, each: list[Array], key: Array | None = None
+def code_words(
+    code: Callable[..., Array], width: int, cut: BlockSizes, x: Array, each: list[Array], key: Array | None = None
 ) -> Array:
     """Words [w, G], as `pack` returns them, of code(x, *each), u32.
 
@@ -122,7 +124,7 @@ def coded(
     return computed_once(words_of, words, x, *map(places.of_blocks(cut), each)).reshape(width, -1)
 
 
-def worth(value: Callable[[Array, Array], Array], words: Array, cut: Blocks, each: Array, size: int) -> Array:
+def worth(value: Callable[[Array, Array], Array], words: Array, cut: BlockSizes, each: Array, size: int) -> Array:
     """value(code, number of its block) of all entries, [d], from words [w, G]."""
     places = _places(cut, size, words.shape[0])
     if places is None:
@@ -135,7 +137,7 @@ def add_worth(
     value: Callable[[Array, Array], Array],
     total: Array,
     words: Array,
-    cut: Blocks,
+    cut: BlockSizes,
     each: Array,
     weights: Array | None,
 ) -> Array:

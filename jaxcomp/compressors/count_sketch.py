@@ -214,7 +214,7 @@ def _for_each_block(key: Array, size: int, rows: int, columns: int, step: Callab
 
 
 def estimates(key: Array, sketch: Array, size: int, join: Callable[[list[Array]], Array]) -> Array:
-    """What the rows say of each entry, s_j(i) S_{j h_j(i)}, joined to one number, f[d].
+    """An estimate of each entry, f[d]: the rows say s_j(i) S_{j h_j(i)}.
 
     join: r arrays, one of each row -> one, entry by entry.
     """

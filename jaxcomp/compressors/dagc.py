@@ -19,7 +19,7 @@ from jaxcomp.allocate import counts, ratios, thresholds
 from jaxcomp.allocate.workers import Rule, number_of, shares
 from jaxcomp.arrays import one_row, row_of, wide
 from jaxcomp.base import Compressor, Lengths, Spec, State, left, on_vectors
-from jaxcomp.compressors.schedule import Round
+from jaxcomp.compressors.schedule import RoundCount
 from jaxcomp.compressors.sidco import sidco
 from jaxcomp.compressors.sparsify import entries_of, largest_indices, top_k
 from jaxcomp.factories import factory
@@ -84,7 +84,7 @@ def _fitted(x: Array, ratio: Array, room: Array, capacity: int) -> tuple[Array, 
     # The ratio is an argument, in the place of the number of a round: what is mapped may not be captured
     # (`base.row_by_row`).
     inner = sidco(lambda share: share, peak=capacity / d, capacity=1.0)
-    state = inner.init(jax.random.key(0), jax.ShapeDtypeStruct(x.shape, x.dtype))._replace(shared=Round(ratio))
+    state = inner.init(jax.random.key(0), jax.ShapeDtypeStruct(x.shape, x.dtype))._replace(shared=RoundCount(ratio))
     payload, local = inner.compress(jax.random.key(0), x, state)
     wanted = jnp.sum(payload.indices < d, dtype=jnp.int32) + left(inner, local).overflow
     places, _ = _above(payload.values, jnp.zeros(()), room, capacity)

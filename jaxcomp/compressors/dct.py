@@ -93,7 +93,7 @@ def of_senders(compressor: Compressor) -> Compressor:
     return compressor._replace(accumulate=add, entries=None)
 
 
-class Cut(NamedTuple):
+class ChunkShape(NamedTuple):
     """shape: with one leading axis;  pieces, sides: of the axes behind it, one or two."""
 
     shape: tuple[int, ...]
@@ -111,16 +111,16 @@ class Cut(NamedTuple):
         return self.shape[0] * math.prod(self.pieces) * self.block
 
 
-def cut_of(shape: tuple[int, ...], chunk: int) -> Cut:
+def cut_of(shape: tuple[int, ...], chunk: int) -> ChunkShape:
     """How an array is cut into blocks.
 
     >>> cut_of((3, 65, 10), 64)
-    Cut(shape=(3, 65, 10), pieces=(2, 1), sides=(33, 10))
+    ChunkShape(shape=(3, 65, 10), pieces=(2, 1), sides=(33, 10))
     """
     axes = shape[-2:] if len(shape) > 1 else (math.prod(shape),)
     pieces = tuple(max(1, -(-n // chunk)) for n in axes)
     sides = tuple(-(-n // p) for n, p in zip(axes, pieces, strict=True))
-    return Cut((math.prod(shape[:-2]) if len(shape) > 1 else 1, *axes), pieces, sides)
+    return ChunkShape((math.prod(shape[:-2]) if len(shape) > 1 else 1, *axes), pieces, sides)
 
 
 def cosines(size: int) -> np.ndarray:
@@ -129,20 +129,20 @@ def cosines(size: int) -> np.ndarray:
     return wave * np.sqrt(np.where(np.arange(size)[:, None] == 0, 1, 2) / max(size, 1))
 
 
-def _blocks(x: Array, cut: Cut) -> Array:
+def _blocks(x: Array, cut: ChunkShape) -> Array:
     """[lead, pieces and sides in turn], filled up with zeros."""
     full = [p * s - n for n, p, s in zip(cut.shape[1:], cut.pieces, cut.sides, strict=True)]
     x = jnp.pad(x.reshape(cut.shape), [(0, 0), *((0, more) for more in full)])
     return x.reshape(cut.shape[0], *(n for pair in zip(cut.pieces, cut.sides, strict=True) for n in pair))
 
 
-def forward(x: Array, cut: Cut) -> Array:
+def forward(x: Array, cut: ChunkShape) -> Array:
     """Coefficients, block after block, [size], saturated."""
     how = "api,ki->apk" if len(cut.sides) == 1 else "apiqj,ki,lj->apqkl"
     return _products(how, _blocks(x, cut), cut).reshape(-1)
 
 
-def backward(coefficients: Array, cut: Cut, shape: tuple[int, ...]) -> Array:
+def backward(coefficients: Array, cut: ChunkShape, shape: tuple[int, ...]) -> Array:
     """Inverse of `forward` for finite coefficients, saturated."""
     blocks = coefficients.reshape(cut.shape[0], *cut.pieces, *cut.sides)
     how = "apk,ki->api" if len(cut.sides) == 1 else "apqkl,ki,lj->apiqj"
@@ -150,7 +150,7 @@ def backward(coefficients: Array, cut: Cut, shape: tuple[int, ...]) -> Array:
     return x[tuple(slice(n) for n in cut.shape)].reshape(shape)
 
 
-def _products(how: str, blocks: Array, cut: Cut) -> Array:
+def _products(how: str, blocks: Array, cut: ChunkShape) -> Array:
     """Products with the cosines of each side, in units of a power of two until all sums are made, so none overflows."""
     units = [room(2 * math.sqrt(max(s, 1))) for s in cut.sides]
     waves = [jnp.asarray(cosines(s) * unit, blocks.dtype) for s, unit in zip(cut.sides, units, strict=True)]
@@ -163,7 +163,7 @@ def _transformed(name: str, inner_of: Callable[[int], Compressor], chunk: int) -
     sample = inner_of(chunk)
     spec = sample.spec
 
-    def parts(like: Any) -> tuple[Cut, Compressor, Any]:
+    def parts(like: Any) -> tuple[ChunkShape, Compressor, Any]:
         """How it is cut, what compresses the coefficients, and these."""
         if not is_array(like):
             raise ValueError(f"{name} acts on one array; got a {type(like).__name__}. Wrap it: per_leaf(...)")

@@ -11,7 +11,7 @@ from jax import lax
 from jaxcomp.arrays import bounded, exponent_of, finite, power_of_two, wide
 from jaxcomp.base import Compressor, Spec, on_vectors
 from jaxcomp.checks import check_like
-from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
+from jaxcomp.compressors.blocks import BLOCK_SIZE, BlockSizes, block_sizes
 from jaxcomp.factories import factory
 from jaxcomp.groups import ALONE, WHOLE_BLOCKS, Layout
 from jaxcomp.hashing import random_bits
@@ -86,7 +86,7 @@ def cast(dtype: Any, *, scaled: bool | None = None, block_size: int | None = BLO
     kind = narrow_type("cast: dtype", dtype)
     info = jnp.finfo(kind)
     full_range = float(info.max) > 1e38
-    layout = blocks_of("cast", 1 if block_size is None else None, block_size, None)
+    layout = block_sizes("cast", 1 if block_size is None else None, block_size, None)
     if scaled or (scaled is None and not full_range):
         return _cast_scaled(kind, layout, block_size)
     unit = float(info.eps) / 2
@@ -107,12 +107,12 @@ def cast(dtype: Any, *, scaled: bool | None = None, block_size: int | None = BLO
     )
 
 
-def _cast_scaled(kind: Any, layout: Callable[[int], Blocks], block_size: int | None) -> Compressor:
+def _cast_scaled(kind: Any, layout: Callable[[int], BlockSizes], block_size: int | None) -> Compressor:
     info = jnp.finfo(kind)
     top = math.frexp(float(info.max))[1] - 1  # max|x| of a block comes to [2^(top-1), 2^top), below the largest
     unit, tiny = float(info.eps) / 2, float(info.smallest_subnormal) / 2 / 2.0 ** (top - 1)
 
-    def each(cut: Blocks, values: Array, scale: Array) -> Array:
+    def each(cut: BlockSizes, values: Array, scale: Array) -> Array:
         """Values times the scale of their block."""
         scale = scale.reshape(-1).astype(values.dtype)
         if cut.tail not in (0, cut.length) or cut.count <= 1:

@@ -45,7 +45,7 @@ from jaxcomp.backend import (
 )
 from jaxcomp.base import Compressor, Spec, State, on_vectors
 from jaxcomp.checks import check_like
-from jaxcomp.compressors.hadamard import Rotation, Scaled, rotation_of
+from jaxcomp.compressors.hadamard import Rotation, ScaledRows, rotation_of
 from jaxcomp.compressors.rotate import BLOCK, Rotated, check_block, clipped, filled_up, key_of
 from jaxcomp.factories import factory
 from jaxcomp.norms import max_abs
@@ -334,7 +334,7 @@ def _kept_on_gpu(dtype: Any) -> Any:
     return jnp.float16 if dtype == jnp.float32 else dtype
 
 
-def _rotated(name: str, code: _Code, rotation: Rotation, payload: Any, times: Array) -> list[Scaled]:
+def _rotated(name: str, code: _Code, rotation: Rotation, payload: Any, times: Array) -> list[ScaledRows]:
     """S c, what was sent of a rotated vector, in its pieces, times a number."""
     first, rest = payload.parts if isinstance(payload, Several) else (payload, None)
     counts = [rows * code.first(length) for rows, length in rotation.shapes]
@@ -348,7 +348,7 @@ def _rotated(name: str, code: _Code, rotation: Rotation, payload: Any, times: Ar
     for shape, here, more in zip(rotation.shapes, codes, others, strict=True):
         stop = start + shape[0]
         scales = finite(first.norms[start:stop]).astype(times.dtype) * times
-        parts.append(Scaled(code.decode(here, more, shape, held), scales))
+        parts.append(ScaledRows(code.decode(here, more, shape, held), scales))
         start = stop
     return parts
 
@@ -421,7 +421,7 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
         pieces = [jax.ShapeDtypeStruct(shape, dtype) for shape in rotation.shapes]
         # A TPU would hold all that are decoded, and takes a message for a run of memory only where it is rows of lanes.
         added = form(fold_in_rows, on_cpu=fold_in_one_pass, on_gpu=fold_in_one_pass)
-        done = [Scaled(rows, None) for rows in added(add_pieces, pieces, (payloads, weights))]
+        done = [ScaledRows(rows, None) for rows in added(add_pieces, pieces, (payloads, weights))]
         # A vector of its own: each leaf that is cut out of it would be a loop of sums to compile.
         return materialized(bounded(zeros_if_shape(total, payloads) + back(done, shared)))
 

@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxcomp.compressors.quantize import unzigzag, zigzag
 
-__all__ = ["E2M1", "E2M3", "E3M2", "E4M3", "E5M2", "INT8", "Elements", "Fixed", "Float", "Integer"]
+__all__ = ["E2M1", "E2M3", "E3M2", "E4M3", "E5M2", "INT8", "Elements", "FixedPoint", "Float", "Integer"]
 
 Array = jax.Array
 U32 = jnp.uint32
@@ -114,7 +114,7 @@ class Integer(NamedTuple):
         return unzigzag(codes).astype(jnp.float32)
 
 
-class Fixed(NamedTuple):
+class FixedPoint(NamedTuple):
     """bits: b, with the sign and one before the point;  values k 2^-(b-2), |k| < 2^(b-1)."""
 
     bits: int
@@ -152,11 +152,11 @@ class Fixed(NamedTuple):
         return unzigzag(codes).astype(jnp.float32) * jnp.float32(self.smallest)
 
 
-Elements = Float | Integer | Fixed
+Elements = Float | Integer | FixedPoint
 
 E2M1 = Float(4, 1, 0, 0x7)
 E2M3 = Float(6, 3, 0, 0x1F)
 E3M2 = Float(6, 2, -2, 0x1F)
 E4M3 = Float(8, 3, -6, 0x7E)
 E5M2 = Float(8, 2, -14, 0x7B)
-INT8 = Fixed(8)
+INT8 = FixedPoint(8)

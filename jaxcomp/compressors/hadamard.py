@@ -27,7 +27,7 @@ from jaxcomp.backend_tpu import LANES, of_columns, to_columns
 from jaxcomp.hashing import random_bits
 from jaxcomp.norms import block_norms
 
-__all__ = ["Rotation", "Scaled", "rotation_of"]
+__all__ = ["Rotation", "ScaledRows", "rotation_of"]
 
 Array = jax.Array
 U32 = jnp.uint32
@@ -38,7 +38,7 @@ CODES = 1024  # of a tile (`packing`)
 TILE = 2**18  # entries that are rotated at a time on CPU, in its cache
 
 
-class Scaled(NamedTuple):
+class ScaledRows(NamedTuple):
     """Rows times a number each.  rows: [m, l], in float16 too, which scales make wider;  scales: [m], None for ones."""
 
     rows: Array
@@ -83,10 +83,10 @@ class Rotation(NamedTuple):
     def backward(self, y: Array, key: Array) -> Array:
         """R^T y."""
         pieces = cut_apart(y, [math.prod(shape) for shape in self.shapes])
-        pieces = [Scaled(each.reshape(shape), None) for each, shape in zip(pieces, self.shapes, strict=True)]
+        pieces = [ScaledRows(each.reshape(shape), None) for each, shape in zip(pieces, self.shapes, strict=True)]
         return self.backward_of_pieces(pieces, key, y.dtype)
 
-    def backward_of_pieces(self, pieces: Sequence[Scaled], key: Array, dtype: Any) -> Array:
+    def backward_of_pieces(self, pieces: Sequence[ScaledRows], key: Array, dtype: Any) -> Array:
         """The same of a vector in pieces, in a dtype: the inverse of `forward_in_pieces`."""
         if not self.size:
             return jnp.zeros((0,), dtype)
@@ -294,14 +294,14 @@ def _flipped(x: Array, words: Array) -> Array:
     return x * signs
 
 
-def _rows_back(piece: Scaled, words: Array) -> Array:
+def _rows_back(piece: ScaledRows, words: Array) -> Array:
     """Rotates back whole blocks, [m B]. A GPU, whose products read what was written before, scales their results, but
     not those of blocks whose codes do not fill tiles: XLA would write such codes before it looks them up.
     """
     shape = piece.rows.shape
     dtype = piece.rows.dtype if piece.scales is None else piece.scales.dtype
     back = lambda rows: _blockwise(rows.reshape(-1), words, shape[1], False, dtype)
-    scaled_after = lambda: Scaled(back(piece.rows).reshape(shape), piece.scales).values.reshape(-1)
+    scaled_after = lambda: ScaledRows(back(piece.rows).reshape(shape), piece.scales).values.reshape(-1)
     return form(lambda: back(piece.values), on_gpu=scaled_after if shape[1] % CODES == 0 else None)()
 
 

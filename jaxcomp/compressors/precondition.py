@@ -12,7 +12,7 @@ from jaxcomp.backend import zeros_if_shape
 from jaxcomp.base import Compressor, Spec, State, accumulate, advance, for_worker, on_vectors
 from jaxcomp.factories import factory
 from jaxcomp.groups import FIXED
-from jaxcomp.smoothness.operator import Blocks, Dense, Diagonal, LowRank, Operator, Softmax, is_stacked
+from jaxcomp.smoothness.operator import Blocks, DenseMatrix, Diagonal, LowRank, Operator, Softmax, is_stacked
 
 __all__ = ["precondition", "refresh"]
 
@@ -205,7 +205,7 @@ def _entries(operator: Operator, least: float, most: float) -> list[tuple[str, A
         return [("base", base, least, most), ("sigma + base", inside, least, most)]
     if isinstance(operator, Softmax):
         return [("l2", operator.l2, least, most), *_entries(operator.inner, least, most)]
-    if isinstance(operator, Dense | Blocks):
+    if isinstance(operator, DenseMatrix | Blocks):
         return [
             ("the root", operator.matrix_root, 0.0, 1 / least),
             ("the inverse root", operator.matrix_inv_root, 0.0, 1 / least),

@@ -14,7 +14,7 @@ from jaxcomp.arrays import bounded, finite, key_data, one_row, reshaped, rounded
 from jaxcomp.backend import add_each, computed_once
 from jaxcomp.base import MOST, Compressor, Spec, State, on_vectors
 from jaxcomp.checks import check_like, contraction, is_whole
-from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, added, blocks_of
+from jaxcomp.compressors.blocks import BLOCK_SIZE, BlockSizes, added, block_sizes
 from jaxcomp.factories import factory
 from jaxcomp.groups import ALONE, FIXED, Layout
 from jaxcomp.hashing import as_uniform, random_uniform
@@ -117,7 +117,7 @@ def dithering(
             raise ValueError(f"dithering: bits must be an integer in 2 .. 16, in place of levels; got {got}")
         levels = 2 ** (int(bits) - 1) - 1
     steps_of = _steps(levels, steps, per_worker)
-    layout = blocks_of("dithering", blocks, block_size, None if steps_of.varying else BLOCK_SIZE)
+    layout = block_sizes("dithering", blocks, block_size, None if steps_of.varying else BLOCK_SIZE)
     if norm not in (2, "inf", math.inf):
         raise ValueError(f'dithering: norm must be 2 or "inf"; got {norm!r}')
     if norm_dtype is not None and jnp.dtype(norm_dtype) not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
@@ -144,7 +144,7 @@ class Steps(NamedTuple):
     most: int
     width: int
 
-    def omega(self, cut: Blocks, d: int, short: bool) -> float:
+    def omega(self, cut: BlockSizes, d: int, short: bool) -> float:
         """The bound in `dithering`; units, and norms if short, are rounded up."""
         if self.sizes.shape[1] == d:
             starts = np.cumsum([0, *cut.lengths[:-1]])
@@ -154,7 +154,7 @@ class Steps(NamedTuple):
         e = math.sqrt(squares) * (1 + 2.0 ** (self.width - 24)) * (1 + short * 2.0**-7)
         return e - 1 if e >= 2 else e**2 / 4
 
-    def unit(self, shared: Any, cut: Blocks, norms: Array, spread: Callable[[Array], Array]) -> Array:
+    def unit(self, shared: Any, cut: BlockSizes, norms: Array, spread: Callable[[Array], Array]) -> Array:
         """The value of one level, norm * h, for each entry: f32[d] or f32[1], or as `spread` has it.
 
         Rounded up to few enough bits that level * unit is exact: then no compiler can change the
@@ -260,7 +260,7 @@ def _added_worth(codes: Array, unit: Array, dtype: Any) -> Array:
 
 
 def _dithering(
-    name: str, steps: Steps, layout: Callable[[int], Blocks], order: float, short: bool, per_worker: bool
+    name: str, steps: Steps, layout: Callable[[int], BlockSizes], order: float, short: bool, per_worker: bool
 ) -> Compressor:
     sizes, varying, most, width = steps
 
@@ -275,7 +275,7 @@ def _dithering(
             )
         return State(shared=jnp.asarray(sizes, jnp.float32))
 
-    def places_for(d: int, cut: Blocks) -> Places | Lanes | None:
+    def places_for(d: int, cut: BlockSizes) -> Places | Lanes | None:
         """Places of entries that are processed in the order of their words; None: entry by entry."""
         return places_of(d, width) if cut.in_words else None
 

@@ -11,7 +11,7 @@ from jaxcomp.arrays import bounded, power_of_two, rounded_to
 from jaxcomp.compressors.elements import E4M3, Elements, Integer
 from jaxcomp.compressors.quantize import up_to_bfloat16
 
-__all__ = ["SCALES", "Made", "Scale"]
+__all__ = ["SCALES", "BlockScales", "Scale"]
 
 Array = jax.Array
 I32, U32 = jnp.int32, jnp.uint32
@@ -19,7 +19,7 @@ TINY = float(jnp.finfo(jnp.float32).tiny)
 Extremes = tuple[Array, Array]
 
 
-class Made(NamedTuple):
+class BlockScales(NamedTuple):
     """norms: scales as they are sent;  scale: what they are, f32[count], or i32[count] exponents of powers of two;
     factor: of the array, f32[1], or None."""
 
@@ -45,7 +45,7 @@ class Scale(NamedTuple):
         """Whether scales are powers of two, 2^-127 to 2^127, which are known by their exponents."""
         return self.name.startswith("e8m0")
 
-    def of(self, extremes: Extremes, elements: Elements, stochastic: bool) -> Made:
+    def of(self, extremes: Extremes, elements: Elements, stochastic: bool) -> BlockScales:
         """The scales of blocks with these largest entries, and minus the smallest; 0 for a block without a scale.
 
         For powers of two the first of both is the largest magnitude, which may be subnormal.
@@ -56,15 +56,15 @@ class Scale(NamedTuple):
             return _e4m3(jnp.maximum(*extremes), _end(elements, stochastic), elements.mantissa, self.released)
         return _plain(extremes, elements, stochastic, self.name == "bfloat16")
 
-    def lower(self, made: Made) -> Made:
+    def lower(self, made: BlockScales) -> BlockScales:
         """The next smaller scales, where there are any."""
         byte = lax.bitcast_convert_type(made.norms, jnp.uint8)
         less = jnp.maximum(byte, jnp.uint8(1)) - jnp.uint8(1)
         norms = lax.bitcast_convert_type(less, made.norms.dtype)
-        return Made(norms, self.read(norms, made.factor), made.factor)
+        return BlockScales(norms, self.read(norms, made.factor), made.factor)
 
     def read(self, norms: Array, factor: Array | None) -> Array:
-        """The scales that were sent, as `Made.scale` has them."""
+        """The scales that were sent, as `BlockScales.scale` has them."""
         if self.power:
             return lax.bitcast_convert_type(norms, jnp.uint8).astype(I32) - 127
         if self.name.startswith("e4m3"):
@@ -124,14 +124,14 @@ def _up(x: Array, bits: int) -> Array:
     return jnp.where(x < jnp.float32(TINY), jnp.float32(0), up)
 
 
-def _e8m0(peak: Array, end: float, floor: bool) -> Made:
+def _e8m0(peak: Array, end: float, floor: bool) -> BlockScales:
     """The least E with peak <= end 2^E, from the bits; or floor(log2 peak) - floor(log2 end)."""
     mantissa, top = math.frexp(end)
     above = 0 if floor else (1 << 23) - 1 - int((2 * mantissa - 1) * 2**23)
     bits, shift = _normal(lax.bitcast_convert_type(peak, I32))
     exponent = jnp.clip(((bits + above) >> 23) - shift - 127 - (top - 1), -127, 127)
     byte = (exponent + 127).astype(jnp.uint8)
-    return Made(lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu), exponent)
+    return BlockScales(lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu), exponent)
 
 
 # Products with powers of two, by the bits: a scale may be subnormal (2^-127), and so may entries and what they are
@@ -165,7 +165,7 @@ def _times_power(y: Array, exponent: Array) -> Array:
     return lax.bitcast_convert_type(jnp.where(exponent > 127, U32(0x7FC00000), size | sign), jnp.float32)
 
 
-def _e4m3(peak: Array, end: float, mantissa: int, nearest: bool) -> Made:
+def _e4m3(peak: Array, end: float, mantissa: int, nearest: bool) -> BlockScales:
     """Two levels: one f32 for the array, with which the largest block has the largest e4m3 number."""
     whole = jnp.max(peak, initial=0) / jnp.float32(end) / jnp.float32(E4M3.largest)
     factor = _up(whole, E4M3.mantissa + mantissa + 2)
@@ -175,10 +175,10 @@ def _e4m3(peak: Array, end: float, mantissa: int, nearest: bool) -> Made:
     if not nearest:  # down so far
         codes = jnp.minimum(codes + (E4M3.decode(codes) < ratio).astype(U32), U32(E4M3.top))
     norms = lax.bitcast_convert_type(codes.astype(jnp.uint8), jnp.float8_e4m3fn)
-    return Made(norms, E4M3.decode(codes) * factor, factor.reshape(1))
+    return BlockScales(norms, E4M3.decode(codes) * factor, factor.reshape(1))
 
 
-def _plain(extremes: Extremes, elements: Elements, stochastic: bool, short: bool) -> Made:
+def _plain(extremes: Extremes, elements: Elements, stochastic: bool, short: bool) -> BlockScales:
     """max|x| over the largest element; for integers each side over its end, signed like the longer side."""
     most, least = extremes
     if isinstance(elements, Integer):
@@ -190,7 +190,7 @@ def _plain(extremes: Extremes, elements: Elements, stochastic: bool, short: bool
     size = _up(size, 16 if short else elements.mantissa + 1)
     size = up_to_bfloat16(size) if short else size
     signed = jnp.where(least > most, -size, size) if isinstance(elements, Integer) else size
-    return Made(rounded_to(signed, jnp.bfloat16 if short else jnp.float32), signed)
+    return BlockScales(rounded_to(signed, jnp.bfloat16 if short else jnp.float32), signed)
 
 
 SCALES: dict[str, Scale] = {

@@ -13,13 +13,13 @@ from jaxcomp.base import count_of
 from jaxcomp.checks import is_whole
 from jaxcomp.factories import factory
 
-__all__ = ["Ratio", "Round", "Target", "next_round", "shown", "target_of", "warm_up"]
+__all__ = ["Ratio", "RoundCount", "Target", "next_round", "shown", "target_of", "warm_up"]
 
 Array = jax.Array
 Ratio = float | Callable[[Any], Any]
 
 
-class Round(NamedTuple):
+class RoundCount(NamedTuple):
     """count i32[]: rounds so far, for a schedule."""
 
     count: Array
@@ -45,21 +45,21 @@ class Target(NamedTuple):
 
     def first_round(self) -> Any:
         """Shared state before the first round."""
-        return Round(jnp.zeros((), jnp.int32)) if self.scheduled else ()
+        return RoundCount(jnp.zeros((), jnp.int32)) if self.scheduled else ()
 
     def round_of(self, shared: Any) -> Array | int:
         """The round that `first_round` and `next_round` count."""
         return shared.count if self.scheduled else 0
 
     @property
-    def advance(self) -> Callable[[Round], Round] | None:
+    def advance(self) -> Callable[[RoundCount], RoundCount] | None:
         """`Compressor.advance` for this shared state."""
         return next_round if self.scheduled else None
 
 
-def next_round(shared: Round) -> Round:
+def next_round(shared: RoundCount) -> RoundCount:
     """Counts one round more."""
-    return Round(shared.count + 1)
+    return RoundCount(shared.count + 1)
 
 
 def target_of(

@@ -38,7 +38,7 @@ from jaxcomp.compressors.threshold import Estimator, by_threshold
 from jaxcomp.factories import factory
 from jaxcomp.select import count_above, every, marked_above
 
-__all__ = ["FIRST_RATIO", "counted", "first_ratio", "sidco"]
+__all__ = ["FIRST_RATIO", "counting_estimator", "first_ratio", "sidco"]
 
 Array = jax.Array
 FIRST_RATIO = 0.25  # of the first stage
@@ -119,7 +119,7 @@ def sidco(
 
 def _estimator(law: str, adapt: str | None, exact: bool, stages: int, sample: int | None) -> Estimator:
     if adapt == "count":
-        return counted(law, exact, stages, sample)
+        return counting_estimator(law, exact, stages, sample)
     from jaxcomp.contrib.sidco_published import adaptive, published  # only where the option asks for them
 
     if adapt is None:
@@ -161,7 +161,7 @@ class Point(NamedTuple):
     above: Array
 
 
-def counted(law: str, exact: bool, stages: int, sample: int | None) -> Estimator:
+def counting_estimator(law: str, exact: bool, stages: int, sample: int | None) -> Estimator:
     """The recursion with M = stages, fitted to about `sample` entries, or to all for None."""
 
     def estimate(key, x, k, ratio, memory):

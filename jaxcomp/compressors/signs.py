@@ -13,12 +13,12 @@ from jaxcomp.arrays import bounded, exponent_of, finite, power_of_two, wide
 from jaxcomp.backend import form, in_parts
 from jaxcomp.base import Compressor, Spec, on_vectors
 from jaxcomp.checks import check_like, is_number
-from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, worth
+from jaxcomp.compressors.blocks import BlockSizes, add_worth, block_sizes, code_words, worth
 from jaxcomp.factories import factory
 from jaxcomp.groups import WHOLE_BLOCKS, Layout
 from jaxcomp.hashing import random_bits
 from jaxcomp.norms import block_norms, finite_sizes
-from jaxcomp.packing import num_words
+from jaxcomp.packing import num_code_words
 from jaxcomp.payloads import Quantized
 
 __all__ = ["sign", "terngrad", "vote"]
@@ -26,7 +26,7 @@ __all__ = ["sign", "terngrad", "vote"]
 Array = jax.Array
 BLOCK = 1024  # entries with a scale of their own: 1 + 32 / 1024 bits an entry
 LAYOUT = Layout(dense_below=0)  # of votes: a bit for every entry
-WHOLE = blocks_of("sign", 1, None, None)  # where one scale serves all entries
+WHOLE = block_sizes("sign", 1, None, None)  # where one scale serves all entries
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -61,13 +61,13 @@ def sign(scale: float | str = "mean", *, blocks: int | None = None, block_size: 
     fixed = is_number(scale)
     if scale not in ("mean", "l2") and not (fixed and 0 < float(scale) < LARGEST):
         raise ValueError(f'sign: scale must be "mean", "l2" or a positive Python number; got {scale!r}')
-    layout = blocks_of("sign", blocks, block_size, BLOCK)
+    layout = block_sizes("sign", blocks, block_size, BLOCK)
     shown = [] if scale == "mean" else [f"scale={scale!r}"]
     shown += [f"blocks={blocks}"] if blocks else [f"block_size={block_size}"] if block_size else []
     longest = lambda d: max(layout(d).largest, 1)
     alpha = {"mean": lambda d: 1 / longest(d), "l2": lambda d: 2 / math.sqrt(longest(d)) - 1}.get(str(scale))
 
-    def scales_of(x: Array, cut: Blocks) -> Array:
+    def scales_of(x: Array, cut: BlockSizes) -> Array:
         if scale == "mean":
             each = _by_block(x, cut, _mean_magnitude)
         else:
@@ -100,7 +100,7 @@ def vote() -> Compressor:
     """
 
     def compress(key, x, state):
-        coins = random_bits(key, num_words(x.shape[0], 1)).reshape(1, -1)
+        coins = random_bits(key, num_code_words(x.shape[0], 1)).reshape(1, -1)
         positive = _bits(lambda x: jnp.isfinite(x) & (x > 0), x)
         zero = _bits(lambda x: ~jnp.isfinite(x) | (x == 0), x)
         return Quantized(jnp.zeros((0,), jnp.float32), positive | (zero & coins)), state.local
@@ -142,7 +142,7 @@ def terngrad(*, clip: float | None = None, blocks: int | None = None, block_size
     """
     if clip is not None and not 0 < clip < math.inf:
         raise ValueError(f"terngrad: clip must be positive and finite, or None; got {clip}")
-    layout = blocks_of("terngrad", blocks, block_size, 512)
+    layout = block_sizes("terngrad", blocks, block_size, 512)
     shown = [] if clip is None else [f"clip={clip}"]
     shown += [f"blocks={blocks}"] if blocks else [f"block_size={block_size}"] if block_size else []
     spread = lambda d: (math.sqrt(max(layout(d).largest, 1)) - 1) / 2 * (1 + 2.0**-20)
@@ -154,7 +154,7 @@ def terngrad(*, clip: float | None = None, blocks: int | None = None, block_size
         if clip is not None:
             tops = jnp.minimum(tops, clip * cut.norms(x, 2) / jnp.sqrt(jnp.asarray(np.asarray(cut.lengths), x.dtype)))
         tops = bounded(tops, jnp.float32)
-        return Quantized(tops, coded(_ternary, 2, cut, x, [tops.astype(x.dtype)], key)), state.local
+        return Quantized(tops, code_words(_ternary, 2, cut, x, [tops.astype(x.dtype)], key)), state.local
 
     biased = lambda d: 1 - max(spread(d), 1 + clip**2 / 4)  # pyright: ignore[reportOptionalOperand]
     spec = Spec(
@@ -171,7 +171,7 @@ def terngrad(*, clip: float | None = None, blocks: int | None = None, block_size
 
 def _bits(condition: Callable[[Array], Array], x: Array) -> Array:
     """uint32[1, ceil(d / 32)]: a bit for each entry, set where the condition holds."""
-    return coded(lambda x: condition(x).astype(jnp.uint32), 1, WHOLE(x.shape[0]), x, [])
+    return code_words(lambda x: condition(x).astype(jnp.uint32), 1, WHOLE(x.shape[0]), x, [])
 
 
 def _signed(codes: Array, scale: Array) -> Array:
@@ -195,7 +195,7 @@ def _of_three(codes: Array, scale: Array) -> Array:
 def _read(
     name: str,
     width: int,
-    layout: Callable[[int], Blocks],
+    layout: Callable[[int], BlockSizes],
     value: Callable[[Array, Array], Array],
     scale: float | None = None,
 ) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def _read(
     return {"decompress": decompress, "accumulate": accumulate}
 
 
-def _by_block(x: Array, cut: Blocks, function: Any) -> Array:
+def _by_block(x: Array, cut: BlockSizes, function: Any) -> Array:
     """function([b, m]) -> [b] of the blocks."""
     body = cut.rows * cut.length
     parts = [function(x[:body].reshape(cut.rows, cut.length))] if cut.rows else []

@@ -28,7 +28,7 @@ from jaxcomp.compressors.minmax_sketch import Shape, list_of, places, query
 from jaxcomp.compressors.quantiles import bucket_of, means, signed_splits
 from jaxcomp.compressors.rand_k import Draw, next_draw
 from jaxcomp.compressors.schedule import target_of
-from jaxcomp.compressors.sketches import Coder, by_list, codes, counts_of, level_of, ordered, packed, table_of
+from jaxcomp.compressors.sketches import Coder, by_list, codes, level_of, list_sizes, ordered, pack_table, table_of
 from jaxcomp.compressors.threshold import by_threshold, fixed
 from jaxcomp.factories import factory
 from jaxcomp.packing import pack, width_for
@@ -147,9 +147,9 @@ def _coder(mode: str, q: int, power: float, groups: int, rows: int, columns: flo
         return by_position(q, power)
     if mode == "recentred":
         return recentred(q, groups, Shape(rows, columns, LEAST_COLUMNS))
-    from jaxcomp.contrib.skcompress_released import released  # only where the option asks for it
+    from jaxcomp.contrib.skcompress_released import released_coder  # only where the option asks for it
 
-    return released(q, groups, Shape(rows, columns))
+    return released_coder(q, groups, Shape(rows, columns))
 
 
 def _compressor(name: str, selector: Compressor, coder: Coder, q: int, rows: int, remedy: str | None) -> Compressor:
@@ -256,12 +256,12 @@ def recentred(q: int, r: int, shape: Shape) -> Coder:
         lists = jnp.where(lax.iota(I32, keys.shape[0]) < n, bucket // width, r)
         rank = jnp.where(bucket < splits.zero, width - 1 - bucket % width, bucket % width)
         lists, keys, values, rank = by_list(lists, keys, values, rank)
-        counts = counts_of(lists, r)
+        counts = list_sizes(lists, r)
         where = places(keys, lists, counts, shape, seeds)
         # What no key fell into is never read, so it needs no symbol of its own.
         table = minmax_sketch.insert(where, rank, shape.size(keys.shape[0], r), width - 1)
         decoded = jnp.where(lists < r, width * lists + query(table, where), q)
-        cells = packed(table, width, counts, shape)
+        cells = pack_table(table, width, counts, shape)
         return Sketch(means(values, decoded, q), counts, keys, cells, jnp.zeros((0,), I32))
 
     def decode(payload, seeds):

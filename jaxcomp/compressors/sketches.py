@@ -12,7 +12,7 @@ from jaxcomp.compressors.quantiles import sort_floats
 from jaxcomp.packing import pack, unpack, width_for
 from jaxcomp.payloads import Sketch
 
-__all__ = ["Coder", "by_list", "codes", "counts_of", "level_of", "ordered", "packed", "table_of"]
+__all__ = ["Coder", "by_list", "codes", "level_of", "list_sizes", "ordered", "pack_table", "table_of"]
 
 Array = jax.Array
 I32 = jnp.int32
@@ -49,7 +49,7 @@ def level_of(payload: Sketch, bucket: Array) -> Array:
     return payload.levels.at[bucket].get(mode="fill", fill_value=0)
 
 
-def counts_of(lists: Array, r: int) -> Array:
+def list_sizes(lists: Array, r: int) -> Array:
     """Entries of each of r lists: i32[r]; r itself counts nowhere."""
     return jnp.zeros((r,), I32).at[lists].add(1, mode="drop")
 
@@ -60,7 +60,7 @@ def by_list(lists: Array, *arrays: Array) -> tuple[Array, ...]:
     return lists, *(a[order] for a in arrays)
 
 
-def packed(table: Array, symbols: int, counts: Array, shape: Shape) -> Array:
+def pack_table(table: Array, symbols: int, counts: Array, shape: Shape) -> Array:
     """The cells of the sketches, in as many bits as so many symbols need; what no sketch uses is zero."""
     used = shape.rows * jnp.sum(shape.widths(counts), dtype=I32)
     used_cells = jnp.where(lax.iota(I32, table.shape[0]) < used, table, 0)
@@ -68,5 +68,5 @@ def packed(table: Array, symbols: int, counts: Array, shape: Shape) -> Array:
 
 
 def table_of(payload: Sketch, shape: Shape) -> Array:
-    """The inverse of `packed`: i32[cells]."""
+    """The inverse of `pack_table`: i32[cells]."""
     return unpack(payload.cells, shape.size(payload.keys.shape[0], payload.counts.shape[0])).astype(I32)

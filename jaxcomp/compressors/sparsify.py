@@ -14,7 +14,7 @@ from jaxcomp.compressors.schedule import Ratio, shown, target_of
 from jaxcomp.factories import factory
 from jaxcomp.groups import FILLED_IF_LONG
 from jaxcomp.payloads import Sparse
-from jaxcomp.select import largest, largest_in_row, magnitude, take
+from jaxcomp.select import largest_in_row, magnitude, select_largest, take
 
 __all__ = ["entries_of", "largest_indices", "top_k"]
 
@@ -39,8 +39,8 @@ def largest_indices(x: Array, count: Array | int, capacity: int) -> Array:
     d = x.shape[0]
     if d >= UNSORTED_FROM:
         if isinstance(count, int):
-            return largest(x, count, capacity)
-        return jnp.where(count > 0, largest(x, jnp.maximum(count, 1), capacity), d)
+            return select_largest(x, count, capacity)
+        return jnp.where(count > 0, select_largest(x, jnp.maximum(count, 1), capacity), d)
     by_sort = functools.partial(_by_sort, capacity=capacity)
     by_search = lambda x, count: jnp.where(count > 0, largest_in_row(x, count, capacity), d)
     return mapped_as(by_sort, by_search)(x, jnp.asarray(count, jnp.int32))
@@ -60,7 +60,7 @@ def top_k(ratio: Ratio | None = None, *, k: int | None = None, peak: float | Non
     alpha = k / d; 1 / d where k follows a schedule. Zeros are not sent: where fewer than k entries differ from zero
     the message ends in padding.
 
-    Long vectors are not sorted: see `select.largest`.
+    Long vectors are not sorted: see `select.select_largest`.
 
     Args:
         ratio: k = max(1, floor(ratio d)), in (0, 1], or an optax schedule.

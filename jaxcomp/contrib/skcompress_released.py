@@ -20,16 +20,16 @@ from jax import lax
 from jaxcomp.compressors import minmax_sketch
 from jaxcomp.compressors.minmax_sketch import Shape, list_of, places
 from jaxcomp.compressors.quantiles import Splits, bucket_of, of_product
-from jaxcomp.compressors.sketches import Coder, by_list, counts_of, level_of, ordered, packed, table_of
+from jaxcomp.compressors.sketches import Coder, by_list, level_of, list_sizes, ordered, pack_table, table_of
 from jaxcomp.payloads import Sketch
 
-__all__ = ["released"]
+__all__ = ["released_coder"]
 
 Array = jax.Array
 I32 = jnp.int32
 
 
-def released(q: int, r: int, shape: Shape) -> Coder:
+def released_coder(q: int, r: int, shape: Shape) -> Coder:
     """A coder with at most q buckets in r groups and sketches of the shape."""
     return Coder(partial(_encode, q=q, r=r, shape=shape), partial(_decode, r=r, shape=shape), True)
 
@@ -89,7 +89,7 @@ def _encode(keys: Array, values: Array, n: Array, seeds: Array, *, q: int, r: in
     bucket = bucket_of(values, splits)
     lists = jnp.searchsorted(_edges(splits, r), bucket, side="right").astype(I32)
     lists = jnp.where(lax.iota(I32, keys.shape[0]) < n, lists, r)
-    counts = counts_of(lists, r)
+    counts = list_sizes(lists, r)
     lists, keys, bucket = by_list(lists, keys, bucket)
     off = bucket - splits.zero
     size, empty = shape.size(keys.shape[0], r), jnp.iinfo(I32).max
@@ -98,7 +98,7 @@ def _encode(keys: Array, values: Array, n: Array, seeds: Array, *, q: int, r: in
     base, sign = _frame(list_of(shape.rows * shape.widths(counts), size), splits, r)
     place = sign * (splits.zero + jnp.where(table % 2 == 1, -(table // 2), table // 2) - base)
     widest = _widest(q, r)
-    cells = packed(jnp.where(table == empty, widest, place), widest + 1, counts, shape)
+    cells = pack_table(jnp.where(table == empty, widest, place), widest + 1, counts, shape)
     zero = jnp.where(n > 0, jnp.stack([splits.zero, splits.number]), 0)
     return Sketch(_midpoints(ascending, n, splits), counts, keys, cells, zero)
 

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import jaxcomp  # for its version, which is known once this is called
 from jaxcomp.arrays import constants
 from jaxcomp.exchange.axes import Placement, axis_names, is_bound, varying
-from jaxcomp.exchange.collectives import all_gather
+from jaxcomp.exchange.collectives import gather_tree
 from jaxcomp.exchange.state import is_mean, means_in
 from jaxcomp.factories import described, options_in
 from jaxcomp.groups import Groups
@@ -298,7 +298,7 @@ def check_inside(name: str, options: str, placement: Placement) -> None:
     for key, value in json.loads(options).items():
         texts[next((part for part in PARTS if re.match(rf"{part}\b", key)), OTHERS)][key] = value
     words = np.array([zlib.crc32(json.dumps(text).encode()) for text in texts.values()], np.uint32)
-    every = all_gather(varying(jnp.asarray(words), placement.every), placement.every)
+    every = gather_tree(varying(jnp.asarray(words), placement.every), placement.every)
 
     def compare(found: Any) -> None:
         rows = np.asarray(found).reshape(-1, words.size)

@@ -34,7 +34,6 @@ from jaxcomp.exchange.axes import (
 __all__ = [
     "Lane",
     "Permutation",
-    "all_gather",
     "all_max",
     "all_sum",
     "all_sum_words",
@@ -43,8 +42,8 @@ __all__ = [
     "all_to_all_rows",
     "crossing_size",
     "fills_tiles",
-    "gather",
     "gather_bytes",
+    "gather_tree",
     "gathered",
     "gathers_for_less",
     "has_ragged",
@@ -192,7 +191,7 @@ def _unpack(lane: Lane, rows: Array, leaves: Sequence[Any], sizes: Sequence[int]
     return arrays
 
 
-def all_gather(tree: Any, axis: Axis) -> Any:
+def gather_tree(tree: Any, axis: Axis) -> Any:
     """Every worker's arrays, stacked on a leading axis of n, in the order of the axis index."""
     return gathered(tree, axis)[0]
 
@@ -204,7 +203,7 @@ def gathered(
     buckets: Sequence[int] | None = None,
     per_tile: Sequence[int] | None = None,
 ) -> tuple[Any, float]:
-    """`all_gather`, and the bytes that a device sends for it (`gather_bytes`).
+    """`gather_tree`, and the bytes that a device sends for it (`gather_bytes`).
 
     One collective for each lane. Each worker contributes exactly the bytes of its arrays.
 
@@ -235,7 +234,7 @@ def gathered(
             words = jnp.pad(words, (0, rest))
         if lane.size:
             words = words if buckets is None else _after(words, before)
-            before = rows = _shared_out(words, replicas, functools.partial(gather, axis=axis))
+            before = rows = _shared_out(words, replicas, functools.partial(_gather_lane, axis=axis))
         else:
             rows = proven_equal(jnp.broadcast_to(words, (workers, 0)), axis)
         for i, array in zip(lane.places, _unpack(lane, rows, leaves, lane.sizes), strict=True):
@@ -253,7 +252,7 @@ def _arriving(own: Array, axis: Axis, workers: int, per_tile: int) -> Arriving |
 
     def exchange(part: Array) -> Array:
         with jax.named_scope("jc_exchange_gather"):
-            rows = gather(as_words(part), axis)
+            rows = _gather_lane(as_words(part), axis)
         return lax.bitcast_convert_type(rows, own.dtype)
 
     return Arriving(own, exchange, per_tile, count)
@@ -289,7 +288,7 @@ def _shared_out(rows: Array, replicas: tuple[str, ...], exchange: Callable[[Arra
     size = -(-rows.shape[-1] // devices)
     padded = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, size * devices - rows.shape[-1])])
     start = axis_index(replicas) * size
-    parts = gather(exchange(lax.dynamic_slice_in_dim(padded, start, size, axis=-1)), replicas)
+    parts = _gather_lane(exchange(lax.dynamic_slice_in_dim(padded, start, size, axis=-1)), replicas)
     whole = jnp.moveaxis(parts, 0, -2)
     return whole.reshape(*whole.shape[:-2], size * devices)[..., : rows.shape[-1]]
 
@@ -422,7 +421,7 @@ def _mean_in_two_steps(words: Array, kind: Any, axis: Axis, weights: Array | Non
     rows = all_to_all_rows(jnp.pad(words, (0, -size % workers)).reshape(workers, -1), axis)
     rows = lax.bitcast_convert_type(rows, kind).astype(wide)
     mean = sum_rows(rows) / workers if weights is None else sum_rows(rows * weights.astype(wide)[:, None])
-    return gather(as_words(mean if exact else rounded_to(mean, kind)), axis).reshape(-1)[:size]
+    return _gather_lane(as_words(mean if exact else rounded_to(mean, kind)), axis).reshape(-1)[:size]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -439,7 +438,7 @@ IN_ROWS = 2**20  # 32-bit entries from which on XLA would lay a message out in r
 NEVER = 2**63
 
 
-def gather(x: Array, axis: Axis) -> Array:
+def _gather_lane(x: Array, axis: Axis) -> Array:
     """[n, *x.shape], typed as equal on all workers where the tracing context knows such a type.
 
     Under `shard_map(check_vma=True)` only the form `to="invarying"` yields a value that the out
@@ -463,7 +462,7 @@ def gather(x: Array, axis: Axis) -> Array:
 
 
 def crossing_size(size: int, width: int, *, rows_from: int = IN_ROWS) -> int:
-    """How many entries cross for so many, of `width` bytes each, in `gather`; or, of a row, in `all_to_all_rows`.
+    """How many entries cross for so many, of `width` bytes each, in `_gather_lane`; or, of a row, in `all_to_all_rows`.
 
     Between TPUs whole lanes, or tiles of eight rows, or one of 1, 2 or 4 rows; elsewhere those that there are.
 

@@ -74,7 +74,7 @@ from jaxcomp.exchange.axes import (
 from jaxcomp.exchange.collectives import summed
 from jaxcomp.exchange.links import DEFAULT, Levels, Link, placed_on
 from jaxcomp.exchange.measure import errors_of, joint_errors, nonfinite
-from jaxcomp.exchange.routes import ROUTES, Arrived, Carried, Parcel, Route, Way, number_of, route_of, taken
+from jaxcomp.exchange.routes import ROUTES, Arrived, Carried, Parcel, Route, Way, route_number, route_of, taken
 from jaxcomp.exchange.state import (
     FIRST_COUNTS,
     NO_COUNTS,
@@ -658,4 +658,4 @@ def counts_of(held: Any, bits: Any, entries: Any, size: int, sent_bytes: Any, ro
     """Counts of some messages, without overflow and errors. In f32: the numbers may be more than any i32."""
     numbers = {"lane_bytes": held, "code_bits": bits, "entries": entries, "size": size, "sent_bytes": sent_bytes}
     numbers = {name: jnp.asarray(x, jnp.float32) for name, x in numbers.items()}
-    return NO_COUNTS._replace(**numbers, route=jnp.asarray(number_of(route), jnp.int32))
+    return NO_COUNTS._replace(**numbers, route=jnp.asarray(route_number(route), jnp.int32))

@@ -47,15 +47,15 @@ __all__ = [
     "Link",
     "OnLinks",
     "Phase",
-    "Plan",
+    "RingSchedule",
     "check_link",
     "check_links",
     "cost_of",
-    "levels_of",
     "on_links",
     "placed_on",
     "ring_plan",
     "slowest",
+    "stated_levels",
 ]
 
 MOST_PIECES = 48  # of the longest message
@@ -138,7 +138,7 @@ def placed_on(name: str, link: Link | Mapping[str, Link], axes: Sequence[str], w
     along = tuple(key for key in link if key in axes)
     along = along if len(along) == len(axes) else tuple(link)
     try:
-        own = levels_of(name, {key: link[key] for key in along}, workers)
+        own = stated_levels(name, {key: link[key] for key in along}, workers)
     except ValueError as error:
         told = f"{error}. It is along {', '.join(axes)}; levels of a hierarchy have the names of its axes"
         raise ValueError(told) from None
@@ -208,7 +208,7 @@ class OnLinks(NamedTuple):
     schedule: str
 
 
-def levels_of(name: str, link: Any, workers: int | None) -> dict[str, Link]:
+def stated_levels(name: str, link: Any, workers: int | None) -> dict[str, Link]:
     """The levels as they are stated, innermost first, each with its width, whose product is the number of workers.
 
     Args:
@@ -219,7 +219,7 @@ def levels_of(name: str, link: Any, workers: int | None) -> dict[str, Link]:
     Raises:
         TypeError, ValueError: no link, one out of range, or widths that do not make so many workers.
 
-    >>> levels_of("plan", {"ici": Link(1e-6, 5e10, 8), "dcn": Link(5e-5, 1.25e9)}, 32)["dcn"].width
+    >>> stated_levels("plan", {"ici": Link(1e-6, 5e10, 8), "dcn": Link(5e-5, 1.25e9)}, 32)["dcn"].width
     4
     """
     check_links(name, link)
@@ -307,7 +307,7 @@ class Phase(NamedTuple):
         return max(self.counts)
 
 
-class Plan(NamedTuple):
+class RingSchedule(NamedTuple):
     """Every word of every worker to all, around a ring: whole pieces first, then what is left over."""
 
     phases: tuple[Phase, ...]
@@ -327,7 +327,7 @@ def _tick(words: int, link: Link) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def ring_plan(lengths: tuple[int, ...], link: Link = DEFAULT) -> Plan:
+def ring_plan(lengths: tuple[int, ...], link: Link = DEFAULT) -> RingSchedule:
     """The fastest schedule by the model, among sizes of pieces.
 
     Each message is cut into as many pieces of one size as fit, and its rest into pieces of a smaller
@@ -345,7 +345,7 @@ def ring_plan(lengths: tuple[int, ...], link: Link = DEFAULT) -> Plan:
     """
     n, longest, total = len(lengths), max(lengths), sum(lengths)
     if n == 1 or longest == 0:
-        return Plan(())
+        return RingSchedule(())
     best = None
     for whole in {-(-longest // pieces) for pieces in range(1, min(MOST_PIECES, longest) + 1)}:
         counts = tuple(length // whole for length in lengths)
@@ -358,7 +358,9 @@ def ring_plan(lengths: tuple[int, ...], link: Link = DEFAULT) -> Plan:
             if best is None or (waste, seconds, -whole) < best[0]:
                 best = (waste, seconds, -whole), ((whole, counts), (small, left))
     assert best is not None
-    return Plan(tuple(Phase(words, counts, _ticks(counts)) for words, counts in best[1] if words and any(counts)))
+    return RingSchedule(
+        tuple(Phase(words, counts, _ticks(counts)) for words, counts in best[1] if words and any(counts))
+    )
 
 
 def _ticks(counts: tuple[int, ...]) -> tuple[Tick, ...]:

@@ -12,7 +12,7 @@ from jaxcomp.arrays import is_left_out
 from jaxcomp.groups import Groups
 
 __all__ = [
-    "Cut",
+    "LeadingAxes",
     "Misfit",
     "Move",
     "change_of",
@@ -20,7 +20,7 @@ __all__ = [
     "check_shapes",
     "each_leaf",
     "join_lead",
-    "kept",
+    "kept_groups",
     "map_alike",
     "modulo",
     "on_host",
@@ -67,7 +67,7 @@ def check_alike(old: Any, new: Any, is_leaf: Callable[[Any], bool] | None = None
     )
 
 
-class Cut(NamedTuple):
+class LeadingAxes(NamedTuple):
     """Local arrays have a leading axis of [groups shards workers]: of groups, which exchange at a later level, of
     workers with the same shard. Shared arrays have one of [groups shards] where there may be more than one of these."""
 
@@ -84,8 +84,8 @@ class Move(NamedTuple):
     cut over the workers themselves.
     """
 
-    old: Cut
-    new: Cut
+    old: LeadingAxes
+    new: LeadingAxes
     keep: str
     along: tuple[str, ...]
     leads: bool
@@ -160,7 +160,7 @@ def check_shapes(move: Move) -> None:
     raise Misfit(f"parameters have other shapes: {old} before, {new} now")
 
 
-def kept(old: Any, new: Any, move: Move) -> Any:
+def kept_groups(old: Any, new: Any, move: Move) -> Any:
     """Group j goes on from group j mod the old number of them. What has another shape, a plan, is the new one."""
     if jax.tree.structure(old) != jax.tree.structure(new):
         return new
@@ -222,7 +222,7 @@ def modulo(rows: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
 
 
 def split_lead(rows: np.ndarray, lead: tuple[int, ...]) -> np.ndarray:
-    """The leading axis as several, say those of a `Cut`."""
+    """The leading axis as several, say `LeadingAxes`."""
     return rows.reshape(*lead, *rows.shape[1:])
 
 

@@ -29,8 +29,8 @@ __all__ = [
     "frozen",
     "is_mean",
     "is_own",
-    "kept",
     "means_in",
+    "state_dataclass",
 ]
 
 Array = jax.Array
@@ -79,7 +79,7 @@ FIRST_COUNTS = NO_COUNTS._replace(since=np.zeros(4, np.float32))  # of a state b
 KEPT: list[type] = []
 
 
-def kept(kind: type[T]) -> type[T]:
+def state_dataclass(kind: type[T]) -> type[T]:
     """Decorates a dataclass that is a state: it is a tree to JAX, and known to `jc.state.register_flax`."""
     KEPT.append(kind)
     return jax.tree_util.register_dataclass(kind)
@@ -124,7 +124,7 @@ class Description:
     owners: Any = None
 
 
-@kept
+@state_dataclass
 @dataclasses.dataclass
 class MeanState:
     """The state of one `compressed_mean`, of one level of a hierarchy, or of `rounds`.
@@ -139,7 +139,7 @@ class MeanState:
     about: Description = dataclasses.field(metadata={"static": True})
 
 
-@kept
+@state_dataclass
 @dataclasses.dataclass
 class OwnState:
     """State that a transformation keeps for each worker alone, say that of the inner optimizer in `local_updates`.

@@ -32,7 +32,7 @@ from jaxcomp.federated.checkpoint import load, save
 from jaxcomp.federated.journal import Journal, replay
 from jaxcomp.federated.member import Member, OutOfStep
 from jaxcomp.federated.messages import Answer, Refused, Task, largest, parted
-from jaxcomp.federated.roster import Round
+from jaxcomp.federated.roster import RoundResult
 from jaxcomp.federated.rounds import Participant, Rounds
 from jaxcomp.federated.server import Server
 
@@ -43,7 +43,7 @@ __all__ = [
     "OutOfStep",
     "Participant",
     "Refused",
-    "Round",
+    "RoundResult",
     "Rounds",
     "Server",
     "Task",

@@ -20,7 +20,7 @@ from jaxcomp.federated.roster import Entry
 from jaxcomp.federated.server import Server
 from jaxcomp.smoothness.sources import BROKEN
 
-__all__ = ["load", "read", "save", "written"]
+__all__ = ["load", "read_arrays", "save", "written"]
 
 VERSION = 1
 FIELDS = ("volume", "version", "round", "last", "offered", "limit", "told", "seen", "here", "used", "norm", "tokens")
@@ -91,7 +91,7 @@ def load(file: Path | str, server: Server) -> dict[str, Any]:
     if not Path(file).is_file():
         raise ValueError(f"federated: no file {file}")
     try:
-        arrays = read(file)
+        arrays = read_arrays(file)
         content = json.loads(str(arrays["header"]))
         version = content["version"]
     except BROKEN as error:
@@ -162,7 +162,7 @@ def _options(server: Server) -> dict[str, Any]:
     return options | {"size": server.point.size, "history": server._updates.maxlen, "outer": leaves}
 
 
-def read(file: Path | str) -> dict[str, np.ndarray]:
+def read_arrays(file: Path | str) -> dict[str, np.ndarray]:
     """The arrays of a file. Raises one of BROKEN if it is none."""
     with Path(file).open("rb") as raw, np.load(raw, allow_pickle=False) as kept:
         return {name: kept[name] for name in kept.files}

@@ -1,6 +1,6 @@
 """`jaxcomp.federated` over Flower: a server strategy and a client mod whose messages are bytes of `jc.wire`, both ways.
 
-    server   @app.main()   Rounds(server, names).start(grid, rounds)           in place of a strategy
+    server   @app.main()   FlowerRounds(server, names).start(grid, rounds)           in place of a strategy
     client   ClientApp(mods=[members_mod(folder)])                             around any train function
 
 Flower brings the transport, TLS, and a key for each node (`--ssl-certfile`, `--enable-supernode-auth`,
@@ -20,17 +20,17 @@ import numpy as np
 
 from jaxcomp.federated.member import Member, OutOfStep
 from jaxcomp.federated.messages import Answer, Task, largest
-from jaxcomp.federated.roster import Round
+from jaxcomp.federated.roster import RoundResult
 from jaxcomp.federated.server import Server
 
-__all__ = ["RECORD", "Rounds", "members_mod"]
+__all__ = ["RECORD", "FlowerRounds", "members_mod"]
 
 RECORD = "jaxcomp"
 ARRAYS = "arrays"
 HEAD_BYTES = 2**16  # of a message, at most, besides the point: other fields of the task, and what Flower adds
 
 
-class Rounds:
+class FlowerRounds:
     """A Flower strategy: the rounds of a `Server`, with whoever is connected.
 
     Args:
@@ -65,7 +65,7 @@ class Rounds:
         self.deadline, self.least, self.poll = deadline, least, poll
         self._awaited: dict[str, Any] = {}  # id of a message -> the member that it went to
 
-    def start(self, grid: Any, num_rounds: int) -> Iterator[Round]:
+    def start(self, grid: Any, num_rounds: int) -> Iterator[RoundResult]:
         """Rounds, one after the other, as they are closed.
 
         Raises:
@@ -84,7 +84,7 @@ class Rounds:
             )
         return self._rounds(grid, num_rounds)
 
-    def _rounds(self, grid: Any, num_rounds: int) -> Iterator[Round]:
+    def _rounds(self, grid: Any, num_rounds: int) -> Iterator[RoundResult]:
         for _ in range(num_rounds):
             nodes = {member: node for node, member in self._here(grid).items()}
             tasks = self.server.open(self.choose(set(nodes)))

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxcomp.federated.messages import Answer, Task
 from jaxcomp.federated.packets import answer_of, packed_answer
-from jaxcomp.federated.roster import Round
+from jaxcomp.federated.roster import RoundResult
 from jaxcomp.federated.server import Server
 from jaxcomp.transports.packets import packed, unpacked
 from jaxcomp.wire import WireError
@@ -114,7 +114,7 @@ class Journal:
         self._write({"call": "behind", "member": member})
         self.server.behind(member)
 
-    def close(self) -> Round:
+    def close(self) -> RoundResult:
         """Ends the round (`Server.close`); the log is on the disk before."""
         self._write({"call": "close"})
         os.fsync(self._out.fileno())
@@ -125,7 +125,7 @@ class Journal:
         self._out.close()
 
 
-def replay(file: Path | str, server: Server) -> Iterator[Round]:
+def replay(file: Path | str, server: Server) -> Iterator[RoundResult]:
     """The rounds of a log, made again by a server that has not begun; it ends where the logged one was.
 
     Args:
@@ -146,7 +146,7 @@ def replay(file: Path | str, server: Server) -> Iterator[Round]:
     return _replayed(Path(file), server)
 
 
-def _replayed(file: Path, server: Server) -> Iterator[Round]:
+def _replayed(file: Path, server: Server) -> Iterator[RoundResult]:
     for fields, blobs, _ in _read(file):
         call, member = fields["call"], fields.get("member")
         if call == "open":

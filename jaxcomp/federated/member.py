@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxcomp.exchange.agreement import check_equal
-from jaxcomp.federated.checkpoint import read, written
+from jaxcomp.federated.checkpoint import read_arrays, written
 from jaxcomp.federated.messages import (
     Answer,
     Task,
     applied,
-    digest_of,
     largest,
     opened,
     options_here,
     parted,
+    point_checksum,
     whole_of,
 )
 from jaxcomp.federated.options import check_compress
@@ -108,7 +108,7 @@ class Member:
             del updates[: self.version - task.since]  # it has them, and its last answer was not used
         for data in updates:
             point = applied(point, opened(data, point.size, point.size))
-        if digest_of(point) != task.check:
+        if point_checksum(point) != task.check:
             raise OutOfStep(f"version {task.version} of the point has another checksum here")
         if self._pending is None and self._memory is None:
             self._memory = np.zeros(point.size, np.float32)
@@ -184,7 +184,7 @@ class Member:
 
     def _load(self, file: Path) -> None:
         try:
-            kept = read(file)
+            kept = read_arrays(file)
             self.version, self.point, self._memory = int(kept["version"]), kept["point"], kept.get("memory")
             if "round" in kept:
                 share, leaves = float(kept["share"]), bool(kept["leaves"])

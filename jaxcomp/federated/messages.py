@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import jaxcomp
-from jaxcomp.payloads import Dense, Sparse
+from jaxcomp.payloads import Sparse, plain_entries
 from jaxcomp.wire import WireError, decode
 from jaxcomp.wire.frame import VERSION
 
@@ -17,11 +17,11 @@ __all__ = [
     "Task",
     "applied",
     "content_of",
-    "digest_of",
     "largest",
     "opened",
     "options_here",
     "parted",
+    "point_checksum",
     "share_within",
     "well_formed",
     "whole_of",
@@ -126,8 +126,7 @@ def opened(data: bytes, size: int, entries: int) -> Sparse:
         payload = decode(data)
     except WireError as error:
         raise Refused("garbage", str(error)) from None
-    payload = _as_sparse(payload, size)
-    values, indices = payload
+    values, indices = _as_sparse(payload, size)
     real = indices != size  # padding
     if np.any(indices < 0) or np.any(indices > size) or np.any(np.diff(indices[real]) <= 0):
         raise Refused("shape", f"indices must ascend within [0, {size})")
@@ -138,19 +137,24 @@ def opened(data: bytes, size: int, entries: int) -> Sparse:
     return Sparse(values[real], indices[real])
 
 
+def _plain(payload: Any) -> tuple[Any, Any]:
+    return plain_entries(payload) or (None, None)
+
+
 def _as_sparse(payload: Any, size: int) -> Sparse:
     is_array = lambda x, dtype: isinstance(x, np.ndarray) and x.dtype == dtype and x.ndim == 1
-    if isinstance(payload, Dense) and is_array(payload.values, np.float32):
-        if payload.values.size != size:
-            raise Refused("shape", f"a vector of {payload.values.size} entries; expected {size}")
-        return Sparse(payload.values, np.arange(size, dtype=np.int32))
-    if not isinstance(payload, Sparse):
+    values, indices = _plain(payload)
+    if indices is None and not is_array(values, np.float32):
         raise Refused("shape", f"expected Sparse, or Dense of f32; got {type(payload).__name__}")
-    if not is_array(payload.values, np.float32):
+    if indices is None:
+        if values.size != size:
+            raise Refused("shape", f"a vector of {values.size} entries; expected {size}")
+        return Sparse(values, np.arange(size, dtype=np.int32))
+    if not is_array(values, np.float32):
         raise Refused("shape", "values must be f32[k]")
-    if not (is_array(payload.indices, np.int32) and payload.indices.shape == payload.values.shape):
+    if not (is_array(indices, np.int32) and indices.shape == values.shape):
         raise Refused("shape", "indices must be i32[k]")
-    return payload
+    return Sparse(values, indices)
 
 
 def content_of(message: Sparse) -> bytes:
@@ -169,9 +173,10 @@ def whole_of(data: bytes) -> Array:
         payload = decode(data)
     except WireError as error:
         raise Refused("garbage", str(error)) from None
-    if not isinstance(payload, Dense) or np.ndim(payload.values) != 1:
+    values, indices = _plain(payload)
+    if indices is not None or np.ndim(values) != 1:
         raise Refused("shape", f"expected the whole point as Dense; got {type(payload).__name__}")
-    size = payload.values.size
+    size = np.size(values)
     return opened(data, size, size).values
 
 
@@ -182,7 +187,7 @@ def applied(point: Array, update: Sparse) -> Array:
     return point
 
 
-def digest_of(point: Array) -> int:
+def point_checksum(point: Array) -> int:
     """CRC-32 of the shared point."""
     return zlib.crc32(point.tobytes())
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import optax
 
-from jaxcomp.allocate.workers import RULES, Rule, exponent_of, number_of
+from jaxcomp.allocate.workers import RULES, Rule, number_of, rule_exponent
 from jaxcomp.checks import is_integer
 
 __all__ = ["check_compress", "check_outer", "history_of", "number_in", "patience_of", "rule_of"]
@@ -27,7 +27,7 @@ def number_in(name: str, value: Any, low: float, high: float, *, low_counts: boo
 
 def rule_of(rule: Any) -> Rule:
     """A rule of `allocate.ratios`: its name, or its exponent."""
-    exponent_of("federated", rule, RULES)
+    rule_exponent("federated", rule, RULES)
     return rule if isinstance(rule, str) else float(rule)
 
 

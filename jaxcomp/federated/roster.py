@@ -7,10 +7,10 @@ import numpy as np
 from jaxcomp.federated.messages import Answer
 from jaxcomp.payloads import Sparse
 
-__all__ = ["Arrived", "Entry", "Round"]
+__all__ = ["ArrivedAnswer", "Entry", "RoundResult"]
 
 
-class Round(NamedTuple):
+class RoundResult(NamedTuple):
     """The outcome of a round.
 
     asked, used: members. late: answers of the round before that were used in this one. missing: members that have not
@@ -58,7 +58,7 @@ class Entry:
         return 2 * size / max(self.limit, 1)
 
 
-class Arrived(NamedTuple):
+class ArrivedAnswer(NamedTuple):
     member: Any
     answer: Answer
     message: Sparse

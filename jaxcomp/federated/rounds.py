@@ -25,7 +25,7 @@ from jaxcomp.federated.member import Member, OutOfStep
 from jaxcomp.federated.messages import Answer, Task, options_here
 from jaxcomp.federated.options import number_in
 from jaxcomp.federated.packets import answer_of, packed_answer, packed_task, task_of
-from jaxcomp.federated.roster import Round
+from jaxcomp.federated.roster import RoundResult
 from jaxcomp.transports.packets import packed, unpacked
 from jaxcomp.wire import WireError
 
@@ -109,7 +109,7 @@ class Rounds:
         """Members that are there, so far as is known."""
         return set(self._here)
 
-    def step(self, seconds: float = 0.0) -> Round | None:
+    def step(self, seconds: float = 0.0) -> RoundResult | None:
         """Takes in what has arrived, opens a round if none is open, and ends it if it is time.
 
         Save the server after each round that this returns, before the next call.

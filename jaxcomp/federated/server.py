@@ -17,16 +17,16 @@ from jaxcomp.federated.messages import (
     Task,
     applied,
     content_of,
-    digest_of,
     largest,
     opened,
     options_here,
     parted,
+    point_checksum,
     share_within,
     well_formed,
 )
 from jaxcomp.federated.options import check_compress, check_outer, history_of, number_in, patience_of, rule_of
-from jaxcomp.federated.roster import Arrived, Entry, Round
+from jaxcomp.federated.roster import ArrivedAnswer, Entry, RoundResult
 from jaxcomp.payloads import Dense, Sparse
 from jaxcomp.wire import encode
 
@@ -114,7 +114,7 @@ class Server:
 
     def _clear(self) -> None:
         self._asked: list[Any] = []
-        self._arrived: list[Arrived] = []
+        self._arrived: list[ArrivedAnswer] = []
         self._refused: list[tuple[Any, str]] = []
         self._joined, self._returned, self._left = [], [], []
         self._said: dict[Any, int] = {}  # tokens of the answers of this round
@@ -181,7 +181,7 @@ class Server:
         rounds = sorted(entry.fates)
         shares = [entry.fates[number] for number in rounds]
         entry.told = norm = min(self.max_norm, self.bound * self._limit([]))
-        check, options = digest_of(self.shown), json.dumps(options_here())
+        check, options = point_checksum(self.shown), json.dumps(options_here())
         return Task(self.number, limit, norm, since, self.version, check, updates, rounds, shares, options)
 
     def receive(self, member: Hashable, answer: Answer) -> str:
@@ -215,7 +215,7 @@ class Server:
             return str(why)
         return ""
 
-    def _checked(self, member: Any, entry: Entry, answer: Answer) -> Arrived:
+    def _checked(self, member: Any, entry: Entry, answer: Answer) -> ArrivedAnswer:
         _, data, share, leaves, tokens = answer
         size = self.point.size
         if leaves and not entry.used:
@@ -236,7 +236,7 @@ class Server:
         most = self.max_norm * (entry.reach(size) if leaves else 1)
         if norm > most * (1 + 1e-9):
             raise Refused("norm", f"{norm:.2e}; at most {most:.2e} is allowed")
-        return Arrived(member, answer, message, digest)
+        return ArrivedAnswer(member, answer, message, digest)
 
     def _refuse(self, member: Any, why: Refused) -> None:
         self.counts.setdefault(member, Counter())[why.kind] += 1
@@ -286,7 +286,7 @@ class Server:
 
     # What comes of it
 
-    def close(self) -> Round:
+    def close(self) -> RoundResult:
         """Ends the round with what has arrived, and moves the point. In which order it has arrived changes nothing."""
         if not self._open:
             raise ValueError("federated: no round is open")
@@ -308,7 +308,7 @@ class Server:
         sizes = self._up, 0 if skipped else sum(len(arrived.answer.data) for arrived, _ in used), self._down
         held = float(np.sqrt(sum(np.sum(x.astype(np.float64) ** 2) for _, x in self._held)))
         happened = self._joined, self._returned, self._left
-        result = Round(
+        result = RoundResult(
             self.number,
             len(self._asked),
             0 if skipped else len(members),
@@ -324,14 +324,14 @@ class Server:
         self._clear()
         return result
 
-    def _limit(self, used: list[tuple[Arrived, float]]) -> float:
+    def _limit(self, used: list[tuple[ArrivedAnswer, float]]) -> float:
         """The median norm: of those who have just answered, and of the last answers of the others."""
         norms = {member: entry.norm for member, entry in self._entries.items() if entry.norm > 0}
         norms |= {arrived.member: norm for arrived, norm in used if not arrived.answer.leaves and norm > 0}
         ordered = sorted(norms.values())
         return ordered[(len(ordered) - 1) // 2] if ordered else np.inf
 
-    def _chosen(self) -> tuple[list[tuple[Arrived, float]], list[tuple[Any, str]]]:
+    def _chosen(self) -> tuple[list[tuple[ArrivedAnswer, float]], list[tuple[Any, str]]]:
         """Answers that are used, with their norms; and those that are clipped."""
         norm_of = lambda arrived: float(np.linalg.norm(arrived.message.values.astype(np.float64)))
         all_ = [(arrived, arrived.answer.share * norm_of(arrived)) for arrived in self._arrived]
@@ -351,10 +351,10 @@ class Server:
                 self.counts[arrived.member]["clipped"] += 1
         return used, clipped
 
-    def _move(self, used: list[tuple[Arrived, float]], limit: float) -> int:
+    def _move(self, used: list[tuple[ArrivedAnswer, float]], limit: float) -> int:
         """Moves the point. Returns 1, with everything as it was, if it would not be finite."""
         parts: list[tuple[Any, Sparse]] = []
-        fates: list[tuple[Arrived, float]] = []
+        fates: list[tuple[ArrivedAnswer, float]] = []
         held = []
         leaving = [
             (arrived.member, _vector(arrived.message, self.point.size)) for arrived, _ in used if arrived.answer.leaves
@@ -398,7 +398,7 @@ class Server:
         self._show()
         return 0
 
-    def _room(self, member: Any, limit: float, used: list[tuple[Arrived, float]]) -> float:
+    def _room(self, member: Any, limit: float, used: list[tuple[ArrivedAnswer, float]]) -> float:
         """Norm that a part of this member may have: its answer and what it handed over share the limit."""
         held = any(who == member for who, _ in self._held)
         return limit / 2 if held and any(arrived.member == member for arrived, _ in used) else limit

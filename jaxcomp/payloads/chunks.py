@@ -27,7 +27,7 @@ from jax import lax
 
 from jaxcomp.arrays import is_host, namespace
 from jaxcomp.codes.arrays import running_sum
-from jaxcomp.codes.keys import MAX_KEYS, Gaps, decode_gaps, encode_keys, plan
+from jaxcomp.codes.keys import MAX_KEYS, Gaps, choose_scheme, decode_to_gaps, encode_keys
 from jaxcomp.packing import pack, unpack
 from jaxcomp.payloads.registry import (
     WORDS,
@@ -45,7 +45,7 @@ from jaxcomp.payloads.registry import (
     unpack_message,
     write_record,
 )
-from jaxcomp.payloads.words import Coded, Cursor, coded, joined, uncoded, uncoded_like, whole
+from jaxcomp.payloads.words import Coded, Cursor, coded, joined, uncoded, uncoded_like, whole_array
 from jaxcomp.wire.bitstream import set_words, stream_bytes, unpack_words
 from jaxcomp.wire.errors import WireError
 from jaxcomp.wire.format import dtype_code, read_array, write_array
@@ -92,7 +92,7 @@ def _check(payload: Chunks) -> None:
 # Bits
 
 
-class _Sent(NamedTuple):
+class _SentGaps(NamedTuple):
     """gaps u32[n], all of them;  count: up to the last that is not zero;  total f[]: what these add up to."""
 
     gaps: Array
@@ -113,16 +113,16 @@ class _Sent(NamedTuple):
         return (running_sum((self.gaps + xp.uint32(1)).astype(xp.uint32)) - xp.uint32(1)).astype(xp.int32)
 
 
-def _sent(words: Array) -> _Sent:
+def _sent(words: Array) -> _SentGaps:
     size = 32 * words.shape[1]
     if is_host(words):
         gaps = unpack_words(words)
         where = np.flatnonzero(gaps)
         count = np.int32(where[-1] + 1 if where.size else 0)
-        return _Sent(gaps[: int(count)], count, np.float32(np.sum(gaps, dtype=np.float64) + count))
+        return _SentGaps(gaps[: int(count)], count, np.float32(np.sum(gaps, dtype=np.float64) + count))
     gaps = unpack(words, size)
     count = jnp.max(jnp.where(gaps != 0, lax.iota(I32, size) + 1, 0), initial=0)
-    return _Sent(gaps, count, jnp.sum(gaps.astype(jnp.float32)) + count.astype(jnp.float32))
+    return _SentGaps(gaps, count, jnp.sum(gaps.astype(jnp.float32)) + count.astype(jnp.float32))
 
 
 def _codings(payload: Chunks, code: str) -> Choices:
@@ -134,7 +134,7 @@ def _codings(payload: Chunks, code: str) -> Choices:
     if code not in ("best", WORDS) or not 0 < size <= MAX_KEYS:
         return Choices([fixed], rest)
     sent = _sent(words)
-    keys = plan(sent.listed)
+    keys = choose_scheme(sent.listed)
     bits = keys.bits.astype(count_type(words, 80 * size))
     return Choices([fixed, Coding(CODED_CHUNKS, ("best", WORDS), bits, sent.total < FURTHEST, (sent, keys))], rest)
 
@@ -151,7 +151,9 @@ def _pack(payload: Chunks) -> Coded:
     sent = _sent(words)
     count = sent.count.reshape(1)
     keys = coded(*encode_keys(sent.keys, count, num_words=size + 1), sent.total < FURTHEST)
-    return joined([whole(count), keys, whole(values) if hasattr(values, "dtype") else encode_message(values)])
+    return joined(
+        [whole_array(count), keys, whole_array(values) if hasattr(values, "dtype") else encode_message(values)]
+    )
 
 
 def _unpack(cursor: Cursor, like: Chunks) -> Chunks:
@@ -160,7 +162,7 @@ def _unpack(cursor: Cursor, like: Chunks) -> Chunks:
     if not 0 < size <= MAX_KEYS:
         return uncoded_like(cursor, like)
     count = cursor.take(1).astype(I32)
-    gaps = cursor.bits(size + 1, lambda words: decode_gaps(words, count, size))
+    gaps = cursor.bits(size + 1, lambda words: decode_to_gaps(words, count, size))
     values = cursor.array(like.values) if hasattr(like.values, "dtype") else unpack_message(cursor, like.values)
     return Chunks(values, pack(gaps, width))
 

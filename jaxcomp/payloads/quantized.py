@@ -33,7 +33,15 @@ from jaxcomp.arrays import is_host, namespace
 from jaxcomp.codes.arrays import histogram, running_max
 from jaxcomp.codes.elias import elias_length
 from jaxcomp.codes.huffman import decode_with_table, encode_with_table, table_bits
-from jaxcomp.codes.keys import MAX_KEYS, MAX_TABLE_WIDTH, Gaps, decode_gaps, encode_keys, keys_of, plan
+from jaxcomp.codes.keys import (
+    MAX_KEYS,
+    MAX_TABLE_WIDTH,
+    Gaps,
+    choose_scheme,
+    decode_to_gaps,
+    encode_keys,
+    keys_from_gaps,
+)
 from jaxcomp.packing import TILE, pack, tile_of, unpack
 from jaxcomp.payloads.registry import (
     WORDS,
@@ -47,7 +55,7 @@ from jaxcomp.payloads.registry import (
     shortest,
 )
 from jaxcomp.payloads.sparse_records import key_stream
-from jaxcomp.payloads.words import Coded, Cursor, coded, joined, uncoded, uncoded_like, whole
+from jaxcomp.payloads.words import Coded, Cursor, coded, joined, uncoded, uncoded_like, whole_array
 from jaxcomp.select import indices_of_words, mask_words
 from jaxcomp.wire.bitstream import SOME, set_words, stream_bytes, unpack_words
 from jaxcomp.wire.elias import Records, encode_levels
@@ -146,7 +154,7 @@ def _codings(payload: Quantized, code: str) -> Choices:
         codings.append(Coding(CODED_LEVELS, ("best", WORDS), bits.astype(dtype), plan=(levels, dense)))
         xp = namespace(words)
         sparse, bits = table_bits(xp.where(xp.arange(1 << width) > 0, counts, 0))
-        keys = plan(levels.gaps)
+        keys = choose_scheme(levels.gaps)
         total = keys.bits.astype(dtype) + bits.astype(dtype)
         codings.append(Coding(CODED_NONZEROS, ("best", WORDS), total, plan=(levels, sparse, keys)))
     return Choices(codings, rest)
@@ -176,15 +184,15 @@ def _pack(payload: Quantized) -> Coded:
     def nonzeros():
         keys = coded(*encode_keys(places, count.reshape(1), num_words=size + 1))
         symbols = codes.at[places].get(mode="fill", fill_value=0, indices_are_sorted=True)
-        head = whole(jnp.stack([U32(1), count.astype(U32)]))
+        head = whole_array(jnp.stack([U32(1), count.astype(U32)]))
         return joined([head, keys, coded(*encode_with_table(symbols, sparse, room, count=count))])
 
     def everything():
         levels = coded(*encode_with_table(codes, dense, room, count=jnp.asarray(size, I32)))
-        message = joined([whole(jnp.zeros((1,), U32)), levels])
+        message = joined([whole_array(jnp.zeros((1,), U32)), levels])
         return message._replace(words=jnp.pad(message.words, (0, size + 2)))
 
-    return joined([whole(norms), lax.cond(chosen == 2, nonzeros, everything)])
+    return joined([whole_array(norms), lax.cond(chosen == 2, nonzeros, everything)])
 
 
 def _unpack(cursor: Cursor, like: Quantized) -> Quantized:
@@ -203,9 +211,9 @@ def _unpack(cursor: Cursor, like: Quantized) -> Quantized:
         inner = Cursor(words, room + size + 1)
         count = inner.take(2)[1].astype(I32)
         counts = count.reshape(1)
-        gaps = inner.bits(size + 1, lambda words: decode_gaps(words, counts, size))
+        gaps = inner.bits(size + 1, lambda words: decode_to_gaps(words, counts, size))
         symbols = inner.bits(room, levels(count))
-        places = jnp.where(lax.iota(I32, size) < count, keys_of(gaps, counts), size)
+        places = jnp.where(lax.iota(I32, size) < count, keys_from_gaps(gaps, counts), size)
         return jnp.zeros((size,), I32).at[places].set(symbols, mode="drop", indices_are_sorted=True), inner.position
 
     def everything(words):

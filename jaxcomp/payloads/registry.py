@@ -39,10 +39,12 @@ __all__ = [
     "counted",
     "decode_message",
     "encode_message",
+    "highest_indices",
     "lane_bytes",
     "limits",
     "num_entries",
     "per_tile",
+    "plain_entries",
     "read_record",
     "register",
     "same_everywhere",
@@ -116,6 +118,9 @@ class Family(NamedTuple):
     per_tile(payload): for each array how many of its numbers belong to a tile of `backend_gpu.TOGETHER` entries: tile
         after tile, in the order of the vector, so that the array is cut where the vector is; 0 for other arrays. None:
         for all of them.
+    plain(payload): its values and their indices, None in place of these for a whole vector; None if it has no values as
+        they are.
+    highest_index(payload): of those that it holds, that of padding included; 0 for none. On the host.
     """
 
     type: type
@@ -129,6 +134,8 @@ class Family(NamedTuple):
     limits: Callable[[Any, Any], list]
     entropy: bool = False
     per_tile: Callable[[Any], list[int]] | None = None
+    plain: Callable[[Any], tuple[Any, Any] | None] | None = None
+    highest_index: Callable[[Any], int] | None = None
 
 
 _families: dict[type, Family] = {}
@@ -387,6 +394,38 @@ def counted(payload: Any, like: Any, code: str | None) -> tuple[int, Array | flo
     return lane_bytes(payload), bits, entries
 
 
+def plain_entries(payload: Any) -> tuple[Any, Any] | None:
+    """Values and indices of a payload that holds entries as they are; None for anything else.
+
+    Args:
+        payload: of which nothing is known. Its arrays are not checked.
+
+    Returns:
+        values, and the index of each; None in place of the indices where the values are a whole vector.
+
+    >>> from jaxcomp.payloads import Sparse
+    >>> plain_entries(Sparse(np.float32([5]), np.int32([9])))
+    (array([5.], dtype=float32), array([9], dtype=int32))
+    """
+    family = _families.get(type(payload))
+    return None if family is None or family.plain is None else family.plain(payload)
+
+
+def highest_indices(payload: Any) -> list[int]:
+    """The highest index of each part of a payload that holds indices, that of padding, the length, included.
+
+    Args:
+        payload: with NumPy arrays, or several in a tree.
+
+    >>> from jaxcomp.payloads import Sparse
+    >>> highest_indices(Dense(Sparse(np.float32([5, 0]), np.int32([7, 9]))))
+    [9]
+    """
+    highest_of = lambda node: getattr(_families.get(type(node)), "highest_index", None)
+    parts = jax.tree.leaves(payload, is_leaf=lambda node: highest_of(node) is not None)
+    return [highest(part) for part in parts if (highest := highest_of(part)) is not None]
+
+
 def per_tile(payload: Any) -> list[int]:
     """For each array how many of its numbers belong to a tile of entries (`Family.per_tile`); 0 if it cannot be cut.
 
@@ -454,6 +493,10 @@ def _dense_entries(payload: Dense) -> Any:
     return payload.values.size if hasattr(payload.values, "dtype") else num_entries(payload.values)
 
 
+def _dense_plain(payload: Dense) -> tuple[Any, None] | None:
+    return (payload.values, None) if hasattr(payload.values, "dtype") else None
+
+
 def _scaled_codings(payload: Scaled, code: str) -> Choices:
     return Choices([Coding(SCALED, (code,), 8 * lane_bytes(payload))])
 
@@ -491,6 +534,7 @@ register(
         entries=_dense_entries,
         limits=same_everywhere,
         per_tile=_dense_per_tile,
+        plain=_dense_plain,
     )
 )
 register(

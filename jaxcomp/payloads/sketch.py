@@ -25,11 +25,19 @@ from jaxcomp.arrays import is_host, namespace
 from jaxcomp.backend import running
 from jaxcomp.codes.arrays import histogram
 from jaxcomp.codes.huffman import decode_with_table, encode_with_table, table_bits
-from jaxcomp.codes.keys import MAX_KEYS, MAX_TABLE_WIDTH, decode_gaps, encode_keys, key_bits, key_words, keys_of
+from jaxcomp.codes.keys import (
+    MAX_KEYS,
+    MAX_TABLE_WIDTH,
+    decode_to_gaps,
+    encode_keys,
+    key_bits,
+    key_words,
+    keys_from_gaps,
+)
 from jaxcomp.packing import pack, unpack, width_for
 from jaxcomp.payloads.quantized import level_room
 from jaxcomp.payloads.registry import Choices, Coding, Family, register, same_everywhere, shortest
-from jaxcomp.payloads.words import Coded, Cursor, coded, joined, uncoded, uncoded_like, whole
+from jaxcomp.payloads.words import Coded, Cursor, coded, joined, uncoded, uncoded_like, whole_array
 from jaxcomp.wire.bitstream import SOME, pack_bits, packed_size, set_words, stream_bytes, unpack_bits, unpack_words
 from jaxcomp.wire.errors import WireError
 from jaxcomp.wire.format import dtype_code, read_dtype
@@ -163,8 +171,10 @@ def _pack(payload: Sketch) -> Coded:
     fixed, huffman = _cell_codings(cells)
     symbols, used = fixed.plan
     symbols = encode_with_table(symbols.astype(I32), huffman.plan, level_room(size, width), count=used)
-    head = whole(jnp.concatenate([counts, jnp.stack([keys[-1], used])]))
-    return joined([head, coded(words, bits, _in_lists(keys, counts, n)), whole(levels), whole(zero), coded(*symbols)])
+    head = whole_array(jnp.concatenate([counts, jnp.stack([keys[-1], used])]))
+    return joined(
+        [head, coded(words, bits, _in_lists(keys, counts, n)), whole_array(levels), whole_array(zero), coded(*symbols)]
+    )
 
 
 def _in_lists(keys: Array, counts: Array, n: Array) -> Array:
@@ -183,8 +193,8 @@ def _unpack(cursor: Cursor, like: Sketch) -> Sketch:
     head = cursor.take(lists + 2).astype(I32)
     counts, last, used = head[:lists], head[lists], head[lists + 1]
     coder = _coder(like.zero)
-    gaps = cursor.bits(key_words(capacity), lambda words: decode_gaps(words, counts, capacity, coder=coder))
-    keys = jnp.where(lax.iota(I32, capacity) < jnp.sum(counts, dtype=I32), keys_of(gaps, counts), last)
+    gaps = cursor.bits(key_words(capacity), lambda words: decode_to_gaps(words, counts, capacity, coder=coder))
+    keys = jnp.where(lax.iota(I32, capacity) < jnp.sum(counts, dtype=I32), keys_from_gaps(gaps, counts), last)
     levels, zero = cursor.array(like.levels), cursor.array(like.zero)
     read = lambda words: decode_with_table(words, 1 << width, size, count=used)
     symbols = cursor.bits(level_room(size, width), read)

@@ -25,7 +25,7 @@ from jax import lax
 from jaxcomp.arrays import as_words, bit_length, is_host, namespace
 from jaxcomp.base import Lengths
 from jaxcomp.codes.elias import elias_length
-from jaxcomp.codes.keys import MAX_KEYS, Gaps, decode_gaps, encode_keys, keys_of, plan
+from jaxcomp.codes.keys import MAX_KEYS, Gaps, choose_scheme, decode_to_gaps, encode_keys, keys_from_gaps
 from jaxcomp.payloads import sparse_records as records
 from jaxcomp.payloads.local import BLOCK, LocalIndices, global_indices, local_indices
 from jaxcomp.payloads.registry import (
@@ -53,7 +53,7 @@ from jaxcomp.payloads.words import (
     to_words,
     uncoded,
     uncoded_like,
-    whole,
+    whole_array,
 )
 
 __all__ = ["Sparse"]
@@ -151,7 +151,7 @@ def _codings(payload: Sparse, code: str) -> Choices:
     if capacity == 0:
         none = Entries(np.zeros(0, np.int32), np.int32(0), 0, True)
         elias = [Coding(records.ELIAS_SPARSE, ("elias",), 0, plan=none)] if code == "elias" and not local else []
-        keys = plan(_gaps(none))
+        keys = choose_scheme(_gaps(none))
         best = [Coding(records.CODED_LOCAL, ("best",), int(keys.bits), plan=(none, keys))] if local else []
         return Choices([Coding(kind, ("fixed", "best"), extra, plan=(0, none)), *elias, *best], rest)
     stop, entries = _extent(payload)
@@ -169,7 +169,7 @@ def _codings(payload: Sparse, code: str) -> Choices:
         total = xp.sum(xp.where(gaps.valid, lengths, 0), dtype=dtype) + sent
         codings.append(Coding(records.ELIAS_SPARSE, ("elias",), total, entries.fits, entries))
     if code in ("best", WORDS) and capacity <= MAX_KEYS and _may_fit(entries.fits):
-        keys = plan(_gaps(entries))
+        keys = choose_scheme(_gaps(entries))
         kind = records.CODED_LOCAL if local else records.CODED_SPARSE
         bits = keys.bits.astype(dtype) + sent
         codings.append(Coding(kind, ("best", WORDS), bits, entries.fits, (entries, keys)))
@@ -204,7 +204,7 @@ def _pack(payload: Sparse) -> Coded:
     indices, count, last, fits = entries
     head = jnp.stack([count, jnp.asarray(last, I32)]).astype(U32)
     words, bits = encode_keys(indices, count.reshape(1), num_words=_key_room(indices.shape[0]))
-    parts = [whole(head), coded(words, bits, fits)]
+    parts = [whole_array(head), coded(words, bits, fits)]
     if hasattr(values, "dtype"):
         used = -(-count * values.dtype.itemsize // 4)
         parts.append(Coded(to_words(values), used, jnp.asarray(True)))
@@ -221,8 +221,8 @@ def _unpack(cursor: Cursor, like: Sparse) -> Sparse:
         return uncoded_like(cursor, like)
     count, last = cursor.take(2).astype(I32)
     counts = count.reshape(1)
-    gaps = cursor.bits(_key_room(capacity), lambda words: decode_gaps(words, counts, capacity))
-    keys = jnp.where(lax.iota(I32, capacity) < count, keys_of(gaps, counts), last)
+    gaps = cursor.bits(_key_room(capacity), lambda words: decode_to_gaps(words, counts, capacity))
+    keys = jnp.where(lax.iota(I32, capacity) < count, keys_from_gaps(gaps, counts), last)
     if hasattr(values, "dtype"):
         used = -(-count * values.dtype.itemsize // 4)
         words = cursor.take(num_words(values), used)
@@ -252,16 +252,23 @@ def _limits(payload: Sparse, lengths: Any) -> list:
     return [*first, (lengths, lengths.size)]
 
 
+def _highest_index(payload: Sparse) -> int:
+    indices = payload.indices
+    return int(indices.max(initial=0)) if isinstance(indices, np.ndarray) else 0  # `LocalIndices` say nothing of it
+
+
 register(
     Family(
         type=Sparse,
         codings=_codings,
-        check=records.check,
+        check=records.check_sparse,
         write=records.write,
         readers=records.READERS,
         pack=_pack,
         unpack=_unpack,
         entries=_entries,
         limits=_limits,
+        plain=lambda payload: (payload.values, payload.indices),
+        highest_index=_highest_index,
     )
 )

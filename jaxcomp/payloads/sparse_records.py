@@ -35,7 +35,7 @@ __all__ = [
     "SPARSE_LOCAL",
     "Entries",
     "Sparse",
-    "check",
+    "check_sparse",
     "key_stream",
     "write",
 ]
@@ -65,7 +65,7 @@ class Entries(NamedTuple):
     fits: Array | bool
 
 
-def check(payload: Sparse) -> None:
+def check_sparse(payload: Sparse) -> None:
     """Shapes, dtypes, indices that are not negative, and counts of those that there are."""
     values, indices = payload
     if isinstance(indices, LocalIndices):

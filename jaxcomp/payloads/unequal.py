@@ -6,7 +6,7 @@ import jax
 
 from jaxcomp.payloads.registry import limits
 
-__all__ = ["Message", "message_of"]
+__all__ = ["UnequalMessage", "message_of"]
 
 
 class Part(NamedTuple):
@@ -22,7 +22,7 @@ class Part(NamedTuple):
         return tuple(-(-count * row * self.array.dtype.itemsize // 4) for count in self.counts)
 
 
-class Message(NamedTuple):
+class UnequalMessage(NamedTuple):
     """All arrays of a payload with their lengths on each of n workers."""
 
     parts: tuple[Part, ...]
@@ -40,7 +40,7 @@ class Message(NamedTuple):
         return sum(-(-part.array.size * part.array.dtype.itemsize // 4) for part in self.parts)
 
 
-def message_of(payload: Any, lengths: Any, workers: int) -> Message:
+def message_of(payload: Any, lengths: Any, workers: int) -> UnequalMessage:
     """The arrays of a payload and how much of each travels.
 
     Args:
@@ -62,4 +62,4 @@ def message_of(payload: Any, lengths: Any, workers: int) -> Message:
         if len(counts) != workers:
             raise ValueError(f"the compressor has lengths for {len(counts)} workers; the axis has {workers}")
         parts.append(Part(array, counts, fill))
-    return Message(tuple(parts), structure, tuple(array.shape for array in arrays))
+    return UnequalMessage(tuple(parts), structure, tuple(array.shape for array in arrays))

@@ -21,7 +21,7 @@ __all__ = [
     "to_words",
     "uncoded",
     "uncoded_like",
-    "whole",
+    "whole_array",
 ]
 
 Array = jax.Array
@@ -64,7 +64,7 @@ def coded(words: Array, bits: Array, fits: Array | bool = True) -> Coded:
     return Coded(words, (bits + 31) // 32, jnp.asarray(fits))
 
 
-def whole(array: Array) -> Coded:
+def whole_array(array: Array) -> Coded:
     """An array as it is."""
     words = to_words(array)
     return Coded(words, jnp.asarray(words.size, I32), jnp.asarray(True))
@@ -83,7 +83,7 @@ def joined(parts: list[Coded]) -> Coded:
 
 def uncoded(payload: Any) -> Coded:
     """The bits of all arrays of a payload."""
-    return joined([whole(array) for array in jax.tree.leaves(payload)])
+    return joined([whole_array(array) for array in jax.tree.leaves(payload)])
 
 
 class Cursor:

@@ -17,7 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxcomp.algorithms import direct, error_feedback, power_sgd
 from jaxcomp.arrays import like_of
-from jaxcomp.base import Algorithm, Round, TooLong, alpha_of, check_algorithm, keys_of, omega_of
+from jaxcomp.base import Algorithm, Round, TooLong, alpha_of, keys_of, omega_of, require_algorithm
 from jaxcomp.checks import is_integer, is_number
 from jaxcomp.compressors import block_scaled, cast, dithering, eden, identity, narrow, sidco, sign, top_k
 from jaxcomp.compressors.tree import each_of
@@ -86,7 +86,7 @@ class Candidate(NamedTuple):
         """Algorithm and axis, as `compressed_mean` takes them: of a hierarchy none, and the mapping."""
         if isinstance(self.algorithm, Mapping):
             return None, self.algorithm
-        return check_algorithm("plan", self.algorithm), axis
+        return require_algorithm("plan", self.algorithm), axis
 
     def transformation(self, axis: Any) -> Any:
         """The candidate's `compressed_mean` over an axis."""

@@ -152,7 +152,7 @@ def _matrices(parameters: int) -> list[tuple[int, ...]]:
 
 def _of_file(o: argparse.Namespace) -> str:
     """The table of a file that a plan has written, predicted from its parts, and which of its candidates it lacks."""
-    text = files.read(o.facts)
+    text = files.read_file(o.facts)
     if text is None:
         raise ValueError(f"--facts must be a file that jc.plan(..., cache=FILE) has written; there is no {o.facts}")
     facts = files.from_text(text, str(o.facts))

@@ -31,10 +31,10 @@ __all__ = [
     "from_text",
     "leaves_of",
     "leaves_to_text",
-    "read",
+    "read_file",
     "to_text",
     "trials_of",
-    "write",
+    "write_file",
 ]
 
 VERSION = 2
@@ -208,7 +208,7 @@ def _whole(value: Any, name: str) -> int:
     return value
 
 
-def read(path: str | Path) -> str | None:
+def read_file(path: str | Path) -> str | None:
     """The text of the file; None if there is none; ValueError where it cannot be read as text."""
     path = Path(path)
     try:
@@ -217,7 +217,7 @@ def read(path: str | Path) -> str | None:
         raise ValueError(f"plan: {path} must be a file of text; {error}") from None
 
 
-def write(path: str | Path, facts: Facts) -> None:
+def write_file(path: str | Path, facts: Facts) -> None:
     """Replaces the file at once: whoever reads meanwhile sees the old one or the new one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -228,12 +228,12 @@ def plan_on(
     """`plan` of a workload, whose clock keeps programs for the next plan. thorough: the work of all is measured."""
     planner = Planner(work, candidates, limits, show, thorough)
     here = cache if jax.process_index() == 0 else None  # the one process that reads and writes
-    text = work.clock.broadcast(None if here is None else files.read(here))
+    text = work.clock.broadcast(None if here is None else files.read_file(here))
     facts = files.from_text(text, str(cache)) if text else None
     if facts is None or dict(facts.about) != planner.about:
         facts = planner.measured()
         if here is not None:
-            files.write(here, facts)
+            files.write_file(here, facts)
     rows = planner.rows(candidates, facts)
     options: dict[str, Any] = {name: None if x is None else float(x) for name, x in limits._asdict().items()}
     options["tried"] = int(tried)
@@ -246,7 +246,7 @@ def plan_on(
             ran = {row.candidate.name: row.measured for row in rows if row.measured is not None}
             facts = facts._replace(trials=files.trials_of(facts, options, ran))
             if here is not None:
-                files.write(here, facts)
+                files.write_file(here, facts)
     chosen = choose(rows)
     return Plan(tuple(rows), chosen, facts, verdict(rows, chosen))
 

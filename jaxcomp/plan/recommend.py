@@ -14,7 +14,7 @@ import jax
 
 from jaxcomp.arrays import like_of
 from jaxcomp.checks import is_integer
-from jaxcomp.exchange.links import Link, levels_of
+from jaxcomp.exchange.links import Link, stated_levels
 from jaxcomp.plan.advise import best_of, choose, rate, table, verdict
 from jaxcomp.plan.candidates import (
     Candidate,
@@ -116,7 +116,7 @@ def recommend(
     limits = Limits(max_error, max_every).check("recommend")
     if workers is not None and (not is_integer(workers, 2) or workers >= 2**31):
         raise ValueError(f"recommend: workers must be an integer of at least 2 and below 2^31; got {workers!r}")
-    levels = levels_of("recommend", Link() if link is None else link, None if workers is None else int(workers))
+    levels = stated_levels("recommend", Link() if link is None else link, None if workers is None else int(workers))
     axis = tuple(reversed(list(levels)))
     if math.prod(each.width or 1 for each in levels.values()) < 2:
         raise ValueError(f"recommend: workers must be at least 2; the widths of {levels} make one")

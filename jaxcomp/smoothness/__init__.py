@@ -4,7 +4,7 @@ from jaxcomp.smoothness.curvature import ggn_diagonal, hutchinson_diagonal, netw
 from jaxcomp.smoothness.estimate import glm
 from jaxcomp.smoothness.operator import (
     Blocks,
-    Dense,
+    DenseMatrix,
     Diagonal,
     LowRank,
     Softmax,
@@ -33,7 +33,7 @@ from jaxcomp.smoothness.store import describe, load, save
 
 __all__ = [
     "Blocks",
-    "Dense",
+    "DenseMatrix",
     "Diagonal",
     "LowRank",
     "Softmax",

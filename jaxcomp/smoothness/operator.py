@@ -17,7 +17,7 @@ import numpy as np
 
 __all__ = [
     "Blocks",
-    "Dense",
+    "DenseMatrix",
     "Diagonal",
     "LowRank",
     "Operator",
@@ -43,7 +43,7 @@ def _times(matrix: Array, v: Array) -> Array:
     return jnp.matmul(matrix, v, precision="highest")
 
 
-class Dense(NamedTuple):
+class DenseMatrix(NamedTuple):
     """L = R R' for R = matrix_root [d, d], with pseudo-inverse matrix_inv_root;  diag [d] of R' R;  lambda_max [].
 
     R is the symmetric root L^(1/2), or L^(1/2) Q for a rotation Q. Then coordinates of Q' L^(-1/2) v are compressed:
@@ -157,7 +157,7 @@ class Softmax(NamedTuple):
         return self._apply(self.inner.inv_root, v, _inverse_sqrt(self.l2))
 
 
-Operator = Dense | Diagonal | LowRank | Blocks | Softmax
+Operator = DenseMatrix | Diagonal | LowRank | Blocks | Softmax
 
 
 def _inverse_sqrt(x: Array) -> Array:
@@ -226,7 +226,7 @@ def pseudo_roots(matrix: Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return (vectors * roots) @ vectors.T, (vectors * inverse) @ vectors.T, values
 
 
-def dense_of(matrix: Array) -> Dense:
+def dense_of(matrix: Array) -> DenseMatrix:
     """The dense form of a positive semidefinite matrix.
 
     Args:
@@ -237,7 +237,7 @@ def dense_of(matrix: Array) -> Dense:
     """
     root, inverse, values = pseudo_roots(matrix)
     matrix = np.asarray(matrix, np.float64)
-    return Dense(root, inverse, np.diag(matrix).copy(), np.float64(values[-1] if values.size else 0.0))
+    return DenseMatrix(root, inverse, np.diag(matrix).copy(), np.float64(values[-1] if values.size else 0.0))
 
 
 def diagonal_of(diag: Array, factor: float = 1.0) -> Diagonal:
@@ -290,7 +290,7 @@ def safe_factor(matrix: np.ndarray, inverse_root: np.ndarray) -> float:
     return float(values[-1]) * (1 + 1e-12)
 
 
-def eigenbasis(matrix: Array) -> Dense:
+def eigenbasis(matrix: Array) -> DenseMatrix:
     """Compresses in the eigenbasis of L: coordinates Lambda^(-1/2) V' v.
 
     The eigenvalues majorise the diagonal, so sparsification with optimal probabilities never has
@@ -306,7 +306,7 @@ def eigenbasis(matrix: Array) -> Dense:
     return _rotated(values, vectors, vectors)
 
 
-def rotate(matrix: Array, rotation: Array) -> Dense:
+def rotate(matrix: Array, rotation: Array) -> DenseMatrix:
     """Compresses coordinates of Q' L^(-1/2) v. A random rotation flattens the diagonal to tr(L) / d.
 
     Args:
@@ -320,11 +320,11 @@ def rotate(matrix: Array, rotation: Array) -> Dense:
     return _rotated(values, vectors, rotation)
 
 
-def _rotated(values: np.ndarray, vectors: np.ndarray, rotation: np.ndarray) -> Dense:
+def _rotated(values: np.ndarray, vectors: np.ndarray, rotation: np.ndarray) -> DenseMatrix:
     roots = np.sqrt(values)
     inverse = np.divide(1.0, roots, out=np.zeros_like(roots), where=roots > 0)
     turned = vectors.T @ rotation
-    return Dense(
+    return DenseMatrix(
         (vectors * roots) @ turned,
         (turned.T * inverse) @ vectors.T,
         np.einsum("kj,k,kj->j", turned, values, turned),

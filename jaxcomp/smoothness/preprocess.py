@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxcomp.smoothness.estimate import Collector, check_finite, collector, lift_loss
-from jaxcomp.smoothness.operator import Blocks, Dense, Diagonal, LowRank, Operator, Softmax, stack
+from jaxcomp.smoothness.operator import Blocks, DenseMatrix, Diagonal, LowRank, Operator, Softmax, stack
 from jaxcomp.smoothness.sources import BROKEN, Source, assign
 from jaxcomp.smoothness.store import describe, load, save
 
-__all__ = ["Scan", "mean_lambda_max", "preprocess", "scaled_rows", "scan"]
+__all__ = ["Scan", "mean_lambda_max", "preprocess", "scaled_rows"]
 
 LABELS = ((-1.0, 1.0), (0.0, 1.0), (1.0, 2.0))
 
@@ -47,7 +47,7 @@ def check_scalable(rows: Any) -> None:
         raise ValueError("smoothness: features must be finite; got NaN or infinity")
 
 
-def scan(source: Source, scale: bool = False, show: Callable[[int], None] = lambda rows: None) -> Scan:
+def _scan(source: Source, scale: bool = False, show: Callable[[int], None] = lambda rows: None) -> Scan:
     """Norms and labels of all rows, which are checked to be finite."""
     norms, labels, done = [], [], 0
     for rows, y in source.chunks():
@@ -109,7 +109,7 @@ def mean_lambda_max(operator: Operator) -> float:
     if isinstance(operator, Blocks):
         mean = np.mean(operator.matrix_root @ operator.matrix_root, axis=0)
         return float(np.max(np.linalg.eigvalsh(mean)))
-    assert isinstance(operator, Dense)
+    assert isinstance(operator, DenseMatrix)
     mean = np.mean(operator.matrix_root @ np.swapaxes(operator.matrix_root, 1, 2), axis=0)
     return float(np.linalg.eigvalsh(mean)[-1])
 
@@ -233,7 +233,7 @@ def preprocess(
     }
     if out.exists():
         return _made_before(out, options)
-    found = scan(source, scale, lambda rows: show("reading", rows, 0))
+    found = _scan(source, scale, lambda rows: show("reading", rows, 0))
     classes = classes_of(found.labels, loss)
     if l2 == 0 and not np.any(found.norms):
         raise ValueError(

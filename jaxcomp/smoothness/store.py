@@ -14,13 +14,30 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxcomp.smoothness.operator import Blocks, Dense, Diagonal, LowRank, Operator, Softmax
+from jaxcomp.smoothness.operator import Blocks, DenseMatrix, Diagonal, LowRank, Operator, Softmax
 from jaxcomp.smoothness.sources import BROKEN, digest_of
 
-__all__ = ["describe", "load", "save"]
+__all__ = ["describe", "form_of", "load", "save"]
 
 VERSION = 1
-FORMS: dict[str, Any] = {form.__name__: form for form in (Dense, Diagonal, LowRank, Blocks, Softmax)}
+# The words of the files, which outlive the names of the types.
+FORMS: dict[str, Any] = {
+    "Dense": DenseMatrix,
+    "Diagonal": Diagonal,
+    "LowRank": LowRank,
+    "Blocks": Blocks,
+    "Softmax": Softmax,
+}
+
+
+def form_of(operator: Operator) -> str:
+    """The word for the form of an operator, as `describe` says it: "Dense", "Diagonal", "LowRank", "Blocks", "Softmax".
+
+    >>> from jaxcomp.smoothness.operator import diagonal_of
+    >>> form_of(diagonal_of(np.ones(3)))
+    'Diagonal'
+    """
+    return next(word for word, form in FORMS.items() if isinstance(operator, form))
 
 
 def save(path: str | Path, operator: Operator, **provenance: Any) -> None:
@@ -33,8 +50,8 @@ def save(path: str | Path, operator: Operator, **provenance: Any) -> None:
     """
     content = {
         "version": VERSION,
-        "form": type(operator).__name__,
-        "inner": type(operator.inner).__name__ if isinstance(operator, Softmax) else None,
+        "form": form_of(operator),
+        "inner": form_of(operator.inner) if isinstance(operator, Softmax) else None,
         "shape": list(np.shape(operator.diag)),
         "provenance": provenance,
     }

@@ -15,8 +15,8 @@ __all__ = [
     "Moment",
     "Places",
     "moment_of",
+    "moment_places",
     "own_where_zero",
-    "places_of",
     "replaced_by",
 ]
 
@@ -45,7 +45,7 @@ class LocalMomentsState(NamedTuple):
     moments: dict[str, Moment]
 
 
-def places_of(name: str, inner: Any, params: Any, wanted: Mapping[str, Any]) -> dict[str, Places]:
+def moment_places(name: str, inner: Any, params: Any, wanted: Mapping[str, Any]) -> dict[str, Places]:
     """Finds the leaves of these fields in the state of an optimizer.
 
     Args:
@@ -58,7 +58,7 @@ def places_of(name: str, inner: Any, params: Any, wanted: Mapping[str, Any]) -> 
         ValueError: there is no such field, it is not like the parameters, or there are two for one of these.
 
     >>> w = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
-    >>> places_of("f", optax.adam(0.1).init(w), w, {"nu": 3})  # after the count and two leaves of mu
+    >>> moment_places("f", optax.adam(0.1).init(w), w, {"nu": 3})  # after the count and two leaves of mu
     {'nu': (3, 4)}
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)

@@ -12,14 +12,14 @@ import optax
 from jaxcomp.algorithms.narrow import Narrow
 from jaxcomp.arrays import is_left_out
 from jaxcomp.exchange.rearrange import (
-    Cut,
+    LeadingAxes,
     Misfit,
     Move,
     change_of,
     check_shapes,
     each_leaf,
     join_lead,
-    kept,
+    kept_groups,
     map_alike,
     modulo,
     on_host,
@@ -30,7 +30,7 @@ from jaxcomp.exchange.rearrange import (
 from jaxcomp.exchange.spread import pooled
 from jaxcomp.exchange.state import MeanState, OwnState, check_rows, is_mean, is_own, means_in
 from jaxcomp.paths import same_leaves
-from jaxcomp.state.moments import LocalMomentsState, moment_of, own_where_zero, places_of, replaced_by
+from jaxcomp.state.moments import LocalMomentsState, moment_of, moment_places, own_where_zero, replaced_by
 
 __all__ = ["redistribute"]
 
@@ -123,7 +123,7 @@ def _moments(old: LocalMomentsState, new: Any, walk: Callable[[Any, Any], Any]) 
         next(iter(found.moments.values())).mean.local.counts.size
     )  # under vmap rows have an axis of their own
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x)[lead:], x.dtype), inner)
-    places = places_of("redistribute", one, found.point, found.moments)
+    places = moment_places("redistribute", one, found.point, found.moments)
     for name, moment in found.moments.items():
 
         def begun(u, rows):
@@ -168,12 +168,12 @@ def _groups(mean: MeanState) -> int:
     return np.shape(mean.shared.count)[0] if mean.about.placement.outer else 1
 
 
-def _cut(mean: MeanState, sizes: dict[tuple[str, ...], int]) -> Cut:
+def _cut(mean: MeanState, sizes: dict[tuple[str, ...], int]) -> LeadingAxes:
     later = mean.about.placement.later
     if not set(later) <= set(sizes):
         raise Misfit("one level of a hierarchy; give the state of the whole optimizer")
     groups = math.prod(sizes[axes] for axes in later)
-    return Cut(groups, _groups(mean) // groups, sizes[mean.about.placement.names])
+    return LeadingAxes(groups, _groups(mean) // groups, sizes[mean.about.placement.names])
 
 
 def _mean(old: MeanState, new: MeanState, sizes: list[dict], keep: str) -> MeanState:
@@ -202,7 +202,9 @@ def _mean(old: MeanState, new: MeanState, sizes: list[dict], keep: str) -> MeanS
     check_shapes(move)
     local, shared = _algorithm(old.about.roles, old, new, move)
     route_local, route_shared = _route(old, new, move)
-    same_key = {name: kept(getattr(old.shared, name), getattr(new.shared, name), move) for name in ("count", "key")}
+    same_key = {
+        name: kept_groups(getattr(old.shared, name), getattr(new.shared, name), move) for name in ("count", "key")
+    }
     return MeanState(
         new.local._replace(algorithm=local, route=route_local),
         new.shared._replace(algorithm=shared, route=route_shared, **same_key),
@@ -335,7 +337,7 @@ def _momentum(name: str, old: Pair, new: Pair, move: Move, mean: bool = True) ->
             return (), each_leaf(old[1], new[1], move, lambda rows: rows, (1, 1), single=True)
         if [np.shape(x) for x in jax.tree.leaves(old[1])] != [np.shape(x) for x in jax.tree.leaves(new[1])]:
             raise Misfit(f"{name} has other shapes for other workers, and is not laid out like the gradients")
-        return (), kept(old[1], new[1], move)
+        return (), kept_groups(old[1], new[1], move)
 
     def one(rows):
         if mean and move.old.groups != move.new.groups:
@@ -346,7 +348,7 @@ def _momentum(name: str, old: Pair, new: Pair, move: Move, mean: bool = True) ->
 
 
 def _coin(name: str, old: Pair, new: Pair, move: Move) -> Pair:
-    return (), kept(old[1], new[1], move)
+    return (), kept_groups(old[1], new[1], move)
 
 
 def _gradient(name: str, old: Pair, new: Pair, move: Move) -> Pair:
@@ -357,7 +359,7 @@ def _gradient(name: str, old: Pair, new: Pair, move: Move) -> Pair:
 
 
 def _compressor(name: str, old: Pair, new: Pair, move: Move) -> Pair:
-    return _by_vector(taken_over, old[0], new[0], move), _by_vector(kept, old[1], new[1], move)
+    return _by_vector(taken_over, old[0], new[0], move), _by_vector(kept_groups, old[1], new[1], move)
 
 
 def _by_vector(one: Callable, old: Any, new: Any, move: Move) -> Any:
@@ -394,7 +396,7 @@ def _route(old: MeanState, new: MeanState, move: Move) -> tuple[Any, Any]:
             'via="auto" took two shots among the old workers, with a memory of the mean at each, and gathers among the '
             'new ones, who have none. Make the new state with via="two_shot"'
         )
-    shared = kept(old.shared.route, new.shared.route, move)
+    shared = kept_groups(old.shared.route, new.shared.route, move)
     if not hasattr(mine, "memory"):
         return taken_over(mine, fresh, move), shared
     groups, shards, workers = move.new

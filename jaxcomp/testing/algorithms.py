@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.base import Algorithm, has_role
-from jaxcomp.base import check_algorithm as check_is_algorithm
+from jaxcomp.base import require_algorithm as check_is_algorithm
 from jaxcomp.state.specs import init_state
 from jaxcomp.state.workers import redistribute
 from jaxcomp.testing.law import all_hold, broken, same_types

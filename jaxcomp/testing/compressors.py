@@ -246,7 +246,7 @@ def zeros(s: Subject) -> None:
         broken("the payload of zeros is finite; it has NaN or infinite entries")
 
 
-def nonfinite(s: Subject, bad: Iterable[float] = (math.nan, math.inf, -math.inf)) -> None:
+def _nonfinite(s: Subject, bad: Iterable[float] = (math.nan, math.inf, -math.inf)) -> None:
     """C(x) = C(where(isfinite(x), x, 0))."""
     for value in bad:
         x = np.array(s.vector())
@@ -467,7 +467,7 @@ LAWS: dict[str, Callable[[Subject], None]] = {
     "vmap": vmap,
     "residual": conservation,
     "zeros": zeros,
-    "nonfinite": nonfinite,
+    "nonfinite": _nonfinite,
     "tiny": tiny,
     "unbiased": unbiased,
     "omega": omega,

@@ -120,7 +120,7 @@ def _words(tried: _Tried) -> None:
 
 
 def _arrays(tried: _Tried) -> None:
-    """What is said of each array is said of all of them, and entries are counted alike on the host and in jit."""
+    """The family says something of each array, and counts entries alike on the host and in jit."""
     payload, leaves = tried.payload, jax.tree.leaves(tried.payload)
     if (found := lane_bytes(payload)) != (held := sum(leaf.nbytes for leaf in leaves)):
         broken(f"lane_bytes are the bytes of the arrays; {found} for {held}")

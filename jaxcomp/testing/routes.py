@@ -131,7 +131,7 @@ def _same(tried: Tried, make: Callable[..., Any], cases: list[tuple[str, int]], 
         equal(what, *(jax.tree.map(as_words, each) for each in (got, want)))  # signs of zeros
 
 
-def gathered(tried: Tried) -> None:
+def _gathered(tried: Tried) -> None:
     """All workers get what via="gather" brings, bit for bit and in the order of the workers."""
     _same(tried, _simulated, tried.simulated, "among {} workers")
 
@@ -152,4 +152,4 @@ def sent(tried: Tried) -> None:
             broken(f"a device sends {compiled:,.0f} bytes of {name} among {n}; the route says {said:,.0f}")
 
 
-ROUTE_LAWS: dict[str, Callable[[Tried], None]] = {"gathered": gathered, "on devices": on_devices, "sent": sent}
+ROUTE_LAWS: dict[str, Callable[[Tried], None]] = {"gathered": _gathered, "on devices": on_devices, "sent": sent}

@@ -9,7 +9,7 @@ from jaxcomp.transforms.local_steps import LocalSteps, LocalStepsState, local_st
 from jaxcomp.transforms.local_updates import LocalUpdatesState, local_updates
 from jaxcomp.transforms.loss_scale import DynamicScale, LossScale
 from jaxcomp.transforms.onebit import onebit_adam, zero_one_adam
-from jaxcomp.transforms.rounds import Rounds, rounds
+from jaxcomp.transforms.rounds import RoundFunctions, rounds
 from jaxcomp.transforms.rows import WorkerGradients
 from jaxcomp.transforms.value_and_grad import GradientState, ValueAndGrad, value_and_grad, worker_value_and_grad
 from jaxcomp.transforms.worker_gradients import mean_over
@@ -24,7 +24,7 @@ __all__ = [
     "LocalUpdatesState",
     "LossCheck",
     "LossScale",
-    "Rounds",
+    "RoundFunctions",
     "ValueAndGrad",
     "WorkerGradients",
     "check_loss",

@@ -24,7 +24,7 @@ from jaxcomp.base import (
 )
 from jaxcomp.compressors.tree import as_leaves, from_leaves
 from jaxcomp.exchange.binding import shares_of
-from jaxcomp.payloads import Dense, Several, Sparse
+from jaxcomp.payloads import Dense, Several, highest_indices
 from jaxcomp.wire import WireError, decode, encode
 
 __all__ = ["BytesExchange", "Gather"]
@@ -240,10 +240,9 @@ def _check_indices(arrived: Sequence[Sequence[Any]], message: tuple[Any, ...]) -
     """
     for payloads, x in zip(arrived, message, strict=True):
         for number, payload in enumerate(payloads):
-            for each in jax.tree.leaves(payload, is_leaf=lambda node: isinstance(node, Sparse)):
-                indices = each.indices if isinstance(each, Sparse) else None
-                if isinstance(indices, np.ndarray) and indices.max(initial=0) > x.size:  # padding has the length
+            for index in highest_indices(payload):
+                if index > x.size:  # padding has the length
                     raise ValueError(
                         f"{NAME}: gather must return messages of one exchange, of parameters of equal shapes; that of "
-                        f"worker {number} has index {indices.max()}, and the vector here {x.size} entries"
+                        f"worker {number} has index {index}, and the vector here {x.size} entries"
                     )

@@ -33,7 +33,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jaxcomp.arrays import constants, like_of, root_key
-from jaxcomp.base import Algorithm, Compressor, check_algorithm
+from jaxcomp.base import Algorithm, Compressor, require_algorithm
 from jaxcomp.exchange.axes import Axis, Placement, axis_names, check_gradients, check_own, is_bound
 from jaxcomp.exchange.binding import exchange_of
 from jaxcomp.exchange.links import DEFAULT, Link
@@ -235,7 +235,7 @@ def _mean(
     name: str, algorithm: Any, placement: Placement, via: str | Route, root: Array, options: dict[str, Any]
 ) -> Transformation:
     """`compressed_mean` over the workers of one placement."""
-    run = exchange_of(name, check_algorithm(name, algorithm), placement, via, root, **options)
+    run = exchange_of(name, require_algorithm(name, algorithm), placement, via, root, **options)
 
     def init(params):
         return run.init(params)
@@ -271,7 +271,7 @@ def _scattered(
         raise ValueError(f"{name}: parameters that are cut over the workers of a hierarchy are not supported")
     ((axis, algorithm),) = levels.items()
     placement = Placement(axis, (), shards, replicas, True)
-    return scattered_mean(name, check_algorithm(name, algorithm), placement, along, root, options)
+    return scattered_mean(name, require_algorithm(name, algorithm), placement, along, root, options)
 
 
 def _are_names(sharded: Any) -> bool:

@@ -18,14 +18,14 @@ import numpy as np
 import optax
 
 from jaxcomp.arrays import root_key, wide_like, wrap_key
-from jaxcomp.base import Algorithm, Compressor, Round, State, answered, check_algorithm, sides, whole
+from jaxcomp.base import Algorithm, Compressor, Round, State, answered, require_algorithm, sides, whole
 from jaxcomp.compressors.tree import each_of
 from jaxcomp.exchange.agreement import Options, check_equal, greeting, greeting_of, merged, probe
 from jaxcomp.exchange.axes import Placement
 from jaxcomp.exchange.binding import exchange_of, own_weights
 from jaxcomp.groups import join, split
 from jaxcomp.payloads import CODES
-from jaxcomp.state.moments import moment_of, places_of, replaced_by
+from jaxcomp.state.moments import moment_of, moment_places, replaced_by
 from jaxcomp.transforms.bytes_exchange import BytesExchange, Gather
 from jaxcomp.transforms.local_updates import (
     MOMENTS,
@@ -41,7 +41,7 @@ from jaxcomp.transforms.local_updates import (
     replaced,
     towards,
 )
-from jaxcomp.transforms.moments import away_from, check_moments, moved, numbers_of, taken_over
+from jaxcomp.transforms.moments import away_from, check_moments, moved, numbers_of, own_moment
 
 __all__ = ["LocalProcess", "local_process"]
 
@@ -108,7 +108,7 @@ def local_process(
         raise ValueError(f"{NAME}: code must be one of {', '.join(CODES)}; got {code!r}")
     periods = check_moments(NAME, moments, moments_algorithm)
     for each in (algorithm,) if moments_algorithm is None else (algorithm, moments_algorithm):
-        weights = own_weights(NAME, check_algorithm(NAME, each))
+        weights = own_weights(NAME, require_algorithm(NAME, each))
         if weights is not None and len(weights) != size:
             raise ValueError(f"{NAME}: size must be {len(weights)}, as many as the compressor has weights; got {size}")
     times, place = Timetable(int(every), int(fragments), int(delay)), (int(index), int(size))
@@ -216,7 +216,7 @@ class LocalProcess:
             part, own = self._part(self._algorithm, self._link, numbers, cut(like, numbers), root, others, outer)
             self._parts.append(part)
             options.append(own)
-        places = places_of(NAME, self._state, params, dict(self._periods))
+        places = moment_places(NAME, self._state, params, dict(self._periods))
         for j, (name, _) in enumerate(self._periods):
             start, numbers = moment_of(self._state, places[name], params), numbers_of(places[name])
             like, root = wide_like(start), jax.random.fold_in(self._root, MOMENTS + j)
@@ -284,7 +284,7 @@ class LocalProcess:
 
     def _averaged(self, name: str, point: Any, direction: Any, own: Any) -> tuple[Any, Any]:
         point = moved(name, point, direction)
-        return point, taken_over(name, point, own)
+        return point, own_moment(name, point, own)
 
     def _waited_for(self, pending: Future) -> Any:
         began = time.perf_counter()

@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxcomp.base import Algorithm
 from jaxcomp.exchange.axes import Axis, axis_names, is_bound
-from jaxcomp.exchange.state import kept
+from jaxcomp.exchange.state import state_dataclass
 from jaxcomp.state.moments import LocalMomentsState
 from jaxcomp.state.specs import init_state, names_of, state_specs
 from jaxcomp.transforms.arguments import Call, Given, Trained, call_of, check_cut
@@ -38,13 +38,13 @@ from jaxcomp.transforms.meshes import (
     find_mesh,
     find_specs,
     is_cut,
-    laid_out,
     own_gradients_on_mesh,
+    resharded,
     unless_in_force,
     warn_if_alone,
     without,
 )
-from jaxcomp.transforms.worker_gradients import Loss, Own, check_loss_options, own_gradients
+from jaxcomp.transforms.worker_gradients import Loss, WorkerResult, check_loss_options, own_gradients
 
 __all__ = ["LocalSteps", "LocalStepsState", "local_steps"]
 
@@ -53,7 +53,7 @@ P = PartitionSpec
 NAME = "local_steps"
 
 
-@kept
+@state_dataclass
 @dataclasses.dataclass
 class LocalStepsState:
     """The state of `local_steps`.
@@ -160,7 +160,7 @@ class LocalSteps:
         check_cut(NAME, self.loss.batch, batch, named, call, mesh, self.workers)
         return _on_mesh(self, call, mesh, own, state, given)
 
-    def _out(self, found: Own) -> Any:
+    def _out(self, found: WorkerResult) -> Any:
         return (found.loss, jax.tree.map(lambda x: x[:, 0], found.extra)) if self.loss.has_aux else found.loss
 
     def _rows(self, specs: Any, axes: tuple[str, ...]) -> Any:
@@ -256,7 +256,7 @@ def _alone(self: LocalSteps, call: Call, own: Any, state: LocalStepsState, given
 def _on_mesh(self: LocalSteps, call: Call, mesh: Any, own: Any, state: LocalStepsState, given: Given) -> Any:
     """The two stages."""
     specs = jax.tree.unflatten(jax.tree.structure(own), state.specs or (P(),) * len(jax.tree.leaves(own)))
-    place = lambda tree, specs: jax.tree.map(lambda x, spec: laid_out(x, spec, mesh), tree, specs)
+    place = lambda tree, specs: jax.tree.map(lambda x, spec: resharded(x, spec, mesh), tree, specs)
     rows, each = self._rows(specs, self.owners), self._rows(specs, self.workers)
     own = place(own, rows)
     found = own_gradients_on_mesh(self.loss, call, mesh, self.workers, self.owners, own, given, _WHY)

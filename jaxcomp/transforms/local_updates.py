@@ -36,7 +36,7 @@ from jax.sharding import PartitionSpec
 
 from jaxcomp.arrays import constants, root_key, rounded_to, stored, wide, wide_like, zeros_like
 from jaxcomp.backend import either, not_before
-from jaxcomp.base import Algorithm, check_algorithm
+from jaxcomp.base import Algorithm, require_algorithm
 from jaxcomp.checks import is_integer
 from jaxcomp.exchange.axes import Axis, Placement, axis_names, axis_size, is_bound, known_equal, varying
 from jaxcomp.exchange.binding import own_weights, shares_of
@@ -46,9 +46,9 @@ from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.routes import Route
 from jaxcomp.exchange.state import OwnState, means_in
 from jaxcomp.groups import Buckets, warn_if_dense, without_dense_warning
-from jaxcomp.state.moments import LocalMomentsState, places_of
+from jaxcomp.state.moments import LocalMomentsState, moment_places
 from jaxcomp.transforms.compressed_mean import MISSING, levels_of, means_over
-from jaxcomp.transforms.moments import Moments, check_moments, numbers_of
+from jaxcomp.transforms.moments import MomentAveraging, check_moments, numbers_of
 from jaxcomp.transforms.worker_gradients import not_zero, share_of_worker, times
 
 __all__ = [
@@ -224,7 +224,7 @@ def local_updates(
     others = (("every", every), ("fragments", fragments), ("delay", delay), ("mixing", mixing), ("outer", outer))
     of_moments = levels if moments_algorithm is None else levels | {list(levels)[last]: moments_algorithm}
     for each in (*levels.values(), *of_moments.values()):
-        check_algorithm(NAME, each)
+        require_algorithm(NAME, each)
     specs_of = lambda numbers: sharded if sharded is None or _are_names(sharded) else cut(sharded, numbers)
 
     @functools.cache
@@ -262,7 +262,7 @@ def local_updates(
         Timetable(int(every), int(fragments), int(delay)),
         float(mixing),
         shares if weighted else None,
-        Moments(NAME, periods, mean_of_moment, list(levels)[last]),
+        MomentAveraging(NAME, periods, mean_of_moment, list(levels)[last]),
         sharded,
     )
     return optax.GradientTransformationExtraArgs(parts.init, parts.update)  # pyright: ignore[reportArgumentType]
@@ -395,7 +395,7 @@ class _LocalUpdates(NamedTuple):
     times: Timetable
     mixing: float
     shares: Any
-    moments: Moments
+    moments: MomentAveraging
     sharded: Any
 
     @property
@@ -484,7 +484,7 @@ class _LocalUpdates(NamedTuple):
             # Without a step in between, the difference is the inner update itself, before it was rounded.
             if self.exact:
                 return negative_of(before.updates, before.point)
-            return difference_of(before.point, applied(here.params, before.updates))
+            return difference_of(before.point, _applied(here.params, before.updates))
 
         def run(before: _Fragment, here: _Here) -> _Fragment:
             direction, state = mean.update(self._weighed(difference(before, here), here.weight), before.mean)
@@ -493,7 +493,7 @@ class _LocalUpdates(NamedTuple):
             if self.exact:
                 updates = following(step, here.params, point)
             else:
-                after = applied(here.params, before.updates)
+                after = _applied(here.params, before.updates)
                 target = jax.tree.map(lambda theta, p: mixed(theta, p, self.mixing), point, after)
                 updates = jax.tree.map(towards, here.params, target)
             return _Fragment(point, outer, state, varying(updates, self.place.workers))
@@ -548,7 +548,7 @@ def _check_whole_matrices(inner: Any, params: Any, sharded: Any) -> None:
     specs = jax.tree.leaves(sharded, is_leaf=lambda node: isinstance(node, PartitionSpec))
     axes_of_leaf = [_axes_of(sharded if _are_names(sharded) else specs[i]) for i in range(len(leaves))] if found else []
     for node in (each for each in found if jax.tree.leaves(each.mu)):
-        for i in numbers_of(places_of(NAME, node, params, {"mu": 1})["mu"]):
+        for i in numbers_of(moment_places(NAME, node, params, {"mu": 1})["mu"]):
             axes = axes_of_leaf[i]
             if axes and is_bound(axes) and axis_size(axes) > 1:
                 raise ValueError(
@@ -579,7 +579,7 @@ class _Here(NamedTuple):
 
 def _taken(old: Any, point: Any, params: Any, updates: Any) -> Any:
     """The difference of a worker after its inner step, in the place of the last one."""
-    return difference_of(point, applied(params, updates))
+    return difference_of(point, _applied(params, updates))
 
 
 def difference_of(point: Any, mine: Any) -> Any:
@@ -608,7 +608,7 @@ def following(step: Any, params: Any, point: Any) -> Any:
     return jax.tree.map(each, step, params, point)
 
 
-def applied(params: Any, updates: Any) -> Any:
+def _applied(params: Any, updates: Any) -> Any:
     """`optax.apply_updates`, rounded as parameters are when they are stored, also where a compiler would not yet."""
     wider = lambda x: stored(x).astype(wide(x.dtype))
     widened = lambda tree: jax.tree.map(lambda x: wider(jnp.asarray(x)), tree)

@@ -33,7 +33,7 @@ from jaxcomp.transforms.worker_gradients import (
     ROWS,
     Gradients,
     Loss,
-    Own,
+    WorkerResult,
     own_gradients,
     stand_in,
     worker_gradients,
@@ -49,10 +49,10 @@ __all__ = [
     "gradients_on_mesh",
     "init_on_mesh",
     "is_cut",
-    "laid_out",
     "on_mesh",
     "own_gradients_on_mesh",
-    "placed",
+    "place_arguments",
+    "resharded",
     "same_on_mesh",
     "unless_in_force",
     "warn_if_alone",
@@ -253,7 +253,7 @@ def without(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
     return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in left))
 
 
-def laid_out(x: Any, spec: PartitionSpec, mesh: Meshes) -> Any:
+def resharded(x: Any, spec: PartitionSpec, mesh: Meshes) -> Any:
     """The array as the spec says, over those axes that are explicit; others are the compiler's."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     automatic = tuple(axis for axis in mesh.axis_names if kinds[axis] != AxisType.Explicit)
@@ -300,7 +300,7 @@ def gradients_on_mesh(
         return found._replace(grads=grads, aux=tuple(apart), kinds=())
 
     outs = Gradients(P(), (P(), P(_in_order(mesh, workers))), P(), P(workers), P())  # pyright: ignore[reportArgumentType]
-    found = _stage(one, how, mesh, workers, P(), outs, *placed(mesh, workers, trained, rest, given), scale)
+    found = _stage(one, how, mesh, workers, P(), outs, *place_arguments(mesh, workers, trained, rest, given), scale)
     structure, kinds = made
     joint, rows = map(iter, found.aux)
     aux = jax.tree.unflatten(structure, [next(rows) if kind in ROWS else next(joint) for kind in kinds])
@@ -316,7 +316,7 @@ def own_gradients_on_mesh(
     own: Any,
     given: Given,
     why: str,
-) -> Own:
+) -> WorkerResult:
     """Results of `own_gradients` at each worker at parameters of its own, all behind a leading axis of workers.
 
     Args:
@@ -331,11 +331,11 @@ def own_gradients_on_mesh(
         check_kept(found)
         return jax.tree.map(lambda x: x[None], found._replace(kinds=(), rest=[]))
 
-    _, state, given = placed(mesh, workers, {}, given.state, given)
+    _, state, given = place_arguments(mesh, workers, {}, given.state, given)
     return _stage(one, how, mesh, workers, P(owners), P(workers), own, state, given, None)
 
 
-def check_kept(found: Own) -> None:
+def check_kept(found: WorkerResult) -> None:
     """Refuses changes of what is not a worker's own."""
     if any(leaf is not None for leaf in found.rest):
         raise TypeError(
@@ -458,10 +458,12 @@ def _constrained(mesh: Any, workers: tuple[str, ...]) -> str:
     )
 
 
-def placed(mesh: Any, workers: tuple[str, ...], trained: Any, rest: Any, given: Given) -> tuple[Any, Any, Given]:
+def place_arguments(
+    mesh: Any, workers: tuple[str, ...], trained: Any, rest: Any, given: Given
+) -> tuple[Any, Any, Given]:
     """The arguments as stage 1 takes them: whole over the workers, the batch cut."""
-    whole = lambda tree: jax.tree.map(lambda x: laid_out(x, without(_spec(x), workers), mesh), tree)
-    cut = [laid_out(x, _batch_spec(x, _in_order(mesh, workers)), mesh) for x in given.cut]
+    whole = lambda tree: jax.tree.map(lambda x: resharded(x, without(_spec(x), workers), mesh), tree)
+    cut = [resharded(x, _batch_spec(x, _in_order(mesh, workers)), mesh) for x in given.cut]
     return whole(trained), whole(rest), Given(cut, whole(given.whole), whole(given.state))
 
 
@@ -493,7 +495,7 @@ def exchange_on_mesh(
         return tx.update(jax.tree.map(lambda g: g[0], grads), state)
 
     stage = jax.shard_map(one, mesh=unless_in_force(mesh), in_specs=(rows, made), out_specs=(outer, made))
-    return stage(jax.tree.map(lambda x, spec: laid_out(x, spec, mesh), grads, rows), state)
+    return stage(jax.tree.map(lambda x, spec: resharded(x, spec, mesh), grads, rows), state)
 
 
 def specs_like(tree: Any, specs: Any) -> Any:

@@ -21,9 +21,9 @@ from jaxcomp.backend import either
 from jaxcomp.checks import is_integer
 from jaxcomp.exchange.axes import Axis, varying
 from jaxcomp.exchange.driver import idle
-from jaxcomp.state.moments import SQUARES, Moment, Places, moment_of, own_where_zero, places_of, replaced_by
+from jaxcomp.state.moments import SQUARES, Moment, Places, moment_of, moment_places, own_where_zero, replaced_by
 
-__all__ = ["Moments", "away_from", "check_moments", "moved", "numbers_of", "taken_over"]
+__all__ = ["MomentAveraging", "away_from", "check_moments", "moved", "numbers_of", "own_moment"]
 
 Array = jax.Array
 
@@ -43,7 +43,7 @@ def check_moments(name: str, moments: Any, algorithm: Any) -> tuple[tuple[str, i
     return tuple(sorted((each, int(period)) for each, period in moments.items()))
 
 
-class Moments(NamedTuple):
+class MomentAveraging(NamedTuple):
     """The moments of a transformation.
 
     name: of it, for errors. periods: pairs of a name and K_j, sorted. mean(j, leaves): of the differences of moment j,
@@ -57,7 +57,7 @@ class Moments(NamedTuple):
 
     def init(self, inner: Any, params: Any) -> dict[str, Moment]:
         """The shared points, where the inner optimizers begin."""
-        places, found = places_of(self.name, inner, params, dict(self.periods)), {}
+        places, found = moment_places(self.name, inner, params, dict(self.periods)), {}
         for j, (name, _) in enumerate(self.periods):
             start = moment_of(inner, places[name], params)
             like = wide_like(start)
@@ -72,7 +72,7 @@ class Moments(NamedTuple):
 
         weighed(j, differences): times what this worker counts.
         """
-        places, after, due = places_of(self.name, inner, params, dict(self.periods)), {}, []
+        places, after, due = moment_places(self.name, inner, params, dict(self.periods)), {}, []
         for j, (name, period) in enumerate(self.periods):
             due.append(now % period == 0)
             mean = self.mean(j, numbers_of(places[name]))
@@ -81,7 +81,7 @@ class Moments(NamedTuple):
                 own, moment = before
                 direction, state = mean.update(weighed(j, away_from(moment.point, own)), moment.mean)
                 point = moved(name, moment.point, direction)
-                return varying(taken_over(name, point, own), self.workers), Moment(point, state)
+                return varying(own_moment(name, point, own), self.workers), Moment(point, state)
 
             def left(before):
                 own, moment = before
@@ -109,6 +109,6 @@ def moved(name: str, point: Any, direction: Any) -> Any:
     return jax.tree.map(lambda u, d: least(bounded(u - d.astype(u.dtype))), point, direction)
 
 
-def taken_over(name: str, point: Any, own: Any) -> Any:
+def own_moment(name: str, point: Any, own: Any) -> Any:
     """The moment of a worker after an averaging, in its dtype."""
     return jax.tree.map(lambda u, x: own_where_zero(name, rounded_to(u, x.dtype), finite(x)), point, own)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.arrays import root_key
-from jaxcomp.base import Algorithm, Compressor, check_algorithm
+from jaxcomp.base import Algorithm, Compressor, require_algorithm
 from jaxcomp.exchange.axes import Axis, Placement, axis_names, varying
 from jaxcomp.exchange.binding import exchange_of, own_weights, shares_of
 from jaxcomp.exchange.driver import Exchange
@@ -17,12 +17,12 @@ from jaxcomp.exchange.state import MeanState
 from jaxcomp.groups import join, split
 from jaxcomp.transforms.worker_gradients import weighing
 
-__all__ = ["Rounds", "rounds"]
+__all__ = ["RoundFunctions", "rounds"]
 
 Array = jax.Array
 
 
-class Rounds(NamedTuple):
+class RoundFunctions(NamedTuple):
     """init(x) -> state;  step(state, gradient) -> (state, bits);  point(state) -> x.
 
     gradient(x) is the gradient of the worker's own loss; bits is what this worker sent in the round. The state is laid
@@ -62,7 +62,7 @@ def rounds(
     seed: int | Array = 0,
     code: str = "fixed",
     link: Link | Mapping[str, Link] = DEFAULT,
-) -> Rounds:
+) -> RoundFunctions:
     """Binds a method to a mapped axis. What it exchanges goes the same road as in `compressed_mean`.
 
     Args:
@@ -79,7 +79,7 @@ def rounds(
         code: of the messages that are counted, as for `code_bits`.
 
     Returns:
-        `Rounds`.
+        `RoundFunctions`.
 
     Raises:
         ValueError: unknown via, or one that cannot carry what the method sends.
@@ -106,7 +106,7 @@ def rounds(
         own = jax.random.fold_in(root, i) if len(levels) > 1 else root
         return exchange_of("rounds", algorithm, placement, via, own, link=link, **options)
 
-    inner = [bound(i, axis, check_algorithm("rounds", each)) for i, (axis, each) in enumerate(inner_levels)]
+    inner = [bound(i, axis, require_algorithm("rounds", each)) for i, (axis, each) in enumerate(inner_levels)]
     run = bound(len(inner), last_axis, last, weights=weights, code=code)
     every = tuple(name for axes in names for name in axes) or None
     given = {axis: own_weights("rounds", each) for axis, each in levels.items()}
@@ -129,7 +129,7 @@ def rounds(
         own: MeanState = state[-1] if partial else state
         return join(own.about.groups, last.point(own.shared.algorithm))
 
-    return Rounds(init, step, point)
+    return RoundFunctions(init, step, point)
 
 
 def check_method(method: Any) -> None:

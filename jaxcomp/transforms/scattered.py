@@ -52,7 +52,7 @@ def _common(leaves: list[Any]) -> Any:
     return kinds.pop() if len(kinds) == 1 else wide(*kinds)
 
 
-class Rows(NamedTuple):
+class RowLayout(NamedTuple):
     """Places of the pieces of leaves in a row. shapes: of the shards; dimensions: along which they are cut."""
 
     workers: int
@@ -84,7 +84,7 @@ class Rows(NamedTuple):
         pairs = zip(self.shapes, self.dimensions, strict=True)
         return [(*shape[:k], shape[k] * self.workers, *shape[k + 1 :]) for shape, k in pairs]
 
-    def recut(self, stack: np.ndarray, other: "Rows") -> np.ndarray:
+    def recut(self, stack: np.ndarray, other: "RowLayout") -> np.ndarray:
         """[..., n, c] for the owners of `other`, on the host. The padding is zero in both."""
         lead, start, pieces = stack.shape[:-2], 0, []
         at = len(lead)
@@ -127,9 +127,9 @@ def scattered_mean(
     run = exchange_of(name, algorithm, placement, SCATTER, root, **options)
     axis = placement.workers
 
-    def rows_of(shards: list[Any]) -> Rows:
+    def rows_of(shards: list[Any]) -> RowLayout:
         workers = axis_size(axis) if is_bound(axis) else local_rows(axis)
-        return Rows(workers, tuple(leaf.shape for leaf in shards), dimensions)
+        return RowLayout(workers, tuple(leaf.shape for leaf in shards), dimensions)
 
     def init(params):
         leaves = jax.tree.leaves(like_of(params))

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomp.arrays import wide
 from jaxcomp.jaxprs import CALLS
 from jaxcomp.transforms.arguments import Call, Given, Trained
-from jaxcomp.transforms.meshes import not_explicit, placed, unless_in_force, without
+from jaxcomp.transforms.meshes import not_explicit, place_arguments, unless_in_force, without
 from jaxcomp.transforms.worker_gradients import Gradients, Loss, is_overflow, kinds_of, own_gradients
 
 __all__ = ["refusal_of", "unreduced_on_mesh"]
@@ -119,7 +119,7 @@ def unreduced_on_mesh(
         )
     count, parts = math.prod(mesh.shape[axis] for axis in workers), how.micro_batches
     specs = jax.tree.map(lambda x: without(jax.typeof(x).sharding.spec, workers), trained)
-    _, rest, given = placed(mesh, workers, {}, rest, given)
+    _, rest, given = place_arguments(mesh, workers, {}, rest, given)
     lie = lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec))
     rows = jax.tree.map(lambda spec: P(workers, *spec), specs)
 

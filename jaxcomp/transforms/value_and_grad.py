@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jaxcomp.base import Algorithm, check_algorithm
+from jaxcomp.base import Algorithm, require_algorithm
 from jaxcomp.exchange.axes import Axis, axis_names, is_bound
 from jaxcomp.exchange.binding import own_weights, shares_of
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.routes import Route
-from jaxcomp.exchange.state import MeanState, kept
+from jaxcomp.exchange.state import MeanState, state_dataclass
 from jaxcomp.groups import Buckets
 from jaxcomp.state.specs import names_of, per_worker
 from jaxcomp.transforms.arguments import (
@@ -60,7 +60,7 @@ __all__ = ["GradientState", "ValueAndGrad", "value_and_grad", "worker_value_and_
 Array = jax.Array
 
 
-@kept
+@state_dataclass
 @dataclasses.dataclass
 class GradientState:
     """The state of `value_and_grad`.
@@ -305,7 +305,7 @@ def value_and_grad(
     axis_name = axis_name if axis_is_named else str(axis_name)
     levels = levels_of(algorithm, axis_name, weights, "value_and_grad")
     for each in levels.values():
-        check_algorithm("value_and_grad", each)
+        require_algorithm("value_and_grad", each)
     given = {axis: own_weights("value_and_grad", each) if weights is None else weights for axis, each in levels.items()}
     how = check_loss_options(
         "value_and_grad",

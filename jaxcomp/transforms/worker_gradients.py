@@ -38,7 +38,7 @@ __all__ = [
     "KINDS",
     "Gradients",
     "Loss",
-    "Own",
+    "WorkerResult",
     "check_loss_options",
     "is_overflow",
     "kinds_of",
@@ -87,7 +87,7 @@ class Loss(NamedTuple):
         return self.weighted or bool(self.shares) or self.kinds != kinds_of("value_and_grad", "mean")
 
 
-class Own(NamedTuple):
+class WorkerResult(NamedTuple):
     """One worker's results. loss, grads: of its own mean; grads of weight times that where they were asked for so.
     extra: auxiliary values. rest: new values of what is not trained, None where it did not change. weight: f32[], what
     its part of the batch counts; None where all count alike. kinds: of the leaves of extra.
@@ -332,7 +332,7 @@ def own_gradients(
     rows: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None,
     number: Any = None,
     times_weight: bool = False,
-) -> Own:
+) -> WorkerResult:
     """Loss and gradient of this worker's part of the batch, with what it counts. No collective.
 
     Args:
@@ -388,7 +388,7 @@ def own_gradients(
         grads = jax.tree.map(lambda g: g.astype(wide(g.dtype)) / jnp.asarray(factor, wide(g.dtype)), grads)
     elif parts > 1:
         grads = jax.tree.map(lambda g, x: bounded(g, x.dtype), grads, trained)
-    return Own(loss, extra, new, grads, None if weights is None else jnp.sum(weights), kinds)
+    return WorkerResult(loss, extra, new, grads, None if weights is None else jnp.sum(weights), kinds)
 
 
 def _accumulated(

@@ -9,7 +9,7 @@ import jaxcomp.factories as factories  # whole only once it is called, as payloa
 from jaxcomp import payloads  # whole only once it is called: families of payloads import the other files of `wire`
 from jaxcomp.wire.errors import WireError
 from jaxcomp.wire.format import ARRAY
-from jaxcomp.wire.frame import Reader, Writer, opened, seal
+from jaxcomp.wire.frame import Reader, Writer, open_frame, seal
 
 __all__ = ["decode", "encode"]
 
@@ -82,8 +82,8 @@ def decode(data: bytes, *, compressor: Any = None) -> Any:
         WireError: the bytes are not a message that `encode` could have made. Says which field
             was wrong, what was found and what is allowed.
     """
-    made, body = opened(data)
-    if compressor is not None and made and made != opened(seal(b"", _made(compressor)))[0]:
+    made, body = open_frame(data)
+    if compressor is not None and made and made != open_frame(seal(b"", _made(compressor)))[0]:
         raise WireError("compressor", made, f"{_made(compressor)}, as here")
     reader = Reader(body)
     payload = payloads.read_record(reader)

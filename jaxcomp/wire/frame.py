@@ -16,7 +16,7 @@ import zlib
 from jaxcomp.wire.errors import WireError
 from jaxcomp.wire.limits import FREE_BYTES, PAD_BYTES, PART_BYTES, STREAM_BYTES, missing
 
-__all__ = ["FRAME_BYTES", "MAGIC", "VERSION", "Reader", "Writer", "opened", "seal", "unseal", "varint"]
+__all__ = ["FRAME_BYTES", "MAGIC", "VERSION", "Reader", "Writer", "open_frame", "seal", "unseal", "varint"]
 
 MAGIC = b"JCMP"
 PLAIN, VERSION = 2, 4
@@ -36,11 +36,11 @@ def seal(body: bytes, made: str = "") -> bytes:
 
 
 def unseal(data: bytes) -> memoryview:
-    """Checks the frame and returns the body without copying it (see `opened`)."""
-    return opened(data)[1]
+    """Checks the frame and returns the body without copying it (see `open_frame`)."""
+    return open_frame(data)[1]
 
 
-def opened(data: bytes) -> tuple[str, memoryview]:
+def open_frame(data: bytes) -> tuple[str, memoryview]:
     """Checks the frame, and returns by which compressors a message was made and its body, without copying it.
 
     Raises:

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
 from jaxcomp.exchange.collectives import (
-    all_gather,
     all_to_all,
     all_to_all_bytes,
     gather_bytes,
+    gather_tree,
     gathered,
     summed,
 )
@@ -205,7 +205,7 @@ def test_words_that_only_move_fill_tiles(dtype, size):
 
     def gather(x):
         said.append(gather_bytes(x, "dcn"))
-        return all_gather(x * 3, "dcn")
+        return gather_tree(x * 3, "dcn")
 
     def exchange(x):
         said.append(all_to_all_bytes(x, "dcn"))

@@ -10,7 +10,7 @@ from variants import variants
 
 import jaxcomp as jc
 from jaxcomp.base import accumulate
-from jaxcomp.packing import Lanes, Places, num_words, pack, places_of, unpack, width_for
+from jaxcomp.packing import Lanes, Places, num_code_words, pack, places_of, unpack, width_for
 
 
 @pytest.mark.sampled
@@ -21,7 +21,7 @@ def test_exact_inverse_and_layout(width, size, seed):
     codes = rng.integers(0, 2**width, size, dtype=np.uint64).astype(np.uint32)
     words = jax.jit(pack, static_argnums=1)(codes, width)
     assert words.shape == (width, -(-size // 32))
-    assert words.size == num_words(size, width)
+    assert words.size == num_code_words(size, width)
     np.testing.assert_array_equal(words, oracles.pack(codes, width))
     np.testing.assert_array_equal(jax.jit(unpack, static_argnums=1)(words, size), codes)
 

@@ -65,7 +65,7 @@ def work(address, number):
 
     def program(via):
         def exchange(payload):
-            carried = {"gather": gather.gather, "ladder": ladder.gather}[via]
+            carried = {"gather": gather.gather_padded, "ladder": ladder.gather_coded}[via]
             own, like = jax.tree.map(lambda a: a[0], payload), jax.ShapeDtypeStruct((SIZE,), np.float32)
             (rows,), sent_bytes = carried([Parcel(jc.top_k(k=1), own, (), like)], Way("data", WORKERS))
             return jax.numpy.sum(rows.values, axis=0), jax.numpy.float32(sent_bytes)

@@ -69,7 +69,7 @@ def test_everything_arrives(long, alone, on_a_mesh, seed, monkeypatch):
     monkeypatch.setattr(lanes, "ALONE_BYTES", alone)
     rng = np.random.default_rng(seed)
     given = {name: jnp.asarray(rng.integers(0, 99, (N, N, *x.shape)), x.dtype) for name, x in MIXED.items()}
-    both = lambda x: (lanes.all_gather(x, AXIS), lanes.all_to_all(x, AXIS))
+    both = lambda x: (lanes.gather_tree(x, AXIS), lanes.all_to_all(x, AXIS))
     if on_a_mesh:
         rows_of = lambda tree: jax.tree.map(lambda x: x[None], tree)
         one = lambda tree: (lambda rows, parts: (rows, rows_of(parts)))(*both(jax.tree.map(lambda x: x[0], tree)))
@@ -94,7 +94,7 @@ def test_shapes_that_fill_tiles_of_tpus_change_no_value(on_a_mesh, seed, monkeyp
 
     def every(tree, rows):
         summed = lanes.all_sum({name: tree[name] for name in floats}, AXIS, exact=True)
-        return (summed, lanes.all_gather(tree, AXIS)), lanes.all_to_all(rows, AXIS)
+        return (summed, lanes.gather_tree(tree, AXIS)), lanes.all_to_all(rows, AXIS)
 
     def run(form):
         monkeypatch.setattr(collectives, "platform", lambda: form)
@@ -331,7 +331,7 @@ def test_gathers_of_nothing_have_the_types_of_full_ones(seed):
 
     def step(message, call):
         full, none = varying((jnp.ones(3), message), (AXIS, "shard"))
-        assert varying_axes(lanes.all_gather(full, AXIS)) == varying_axes(lanes.all_gather(none, AXIS)) == ("shard",)
+        assert varying_axes(lanes.gather_tree(full, AXIS)) == varying_axes(lanes.gather_tree(none, AXIS)) == ("shard",)
         return jnp.float32(1)
 
     np.testing.assert_array_equal(rw.on_shards(step, messages(seed, like, (2, 2))), 1)

@@ -21,7 +21,7 @@ from jaxcomp.compressors.tree import each_of, per_leaf
 from jaxcomp.exchange import collectives
 from jaxcomp.exchange.links import Link
 from jaxcomp.exchange.routes import ROUTES, VIAS, route_of
-from jaxcomp.exchange.routes.ladder import decode, encode, rungs
+from jaxcomp.exchange.routes.ladder import decode_messages, encode_messages, rungs
 from jaxcomp.groups import Layout
 from jaxcomp.plan.programs import collectives_in
 
@@ -336,10 +336,10 @@ def test_payloads_of_stacks_survive_their_codes(like, seed):
     )
     payload = tuple(jax.jit(c.compress)(jax.random.key(1), x, state)[0] for c, x, state in given)
     is_stack = [len(x.shape) > 1 for x in rw.shapes_of(here)]
-    coded = jax.jit(lambda payload: encode(payload, is_stack))(payload)
+    coded = jax.jit(lambda payload: encode_messages(payload, is_stack))(payload)
     assert coded.fits
     assert not np.any(coded.words[coded.used :])
-    assert bits(jax.jit(lambda words: decode(words, payload, is_stack))(coded.words)) == bits(payload)
+    assert bits(jax.jit(lambda words: decode_messages(words, payload, is_stack))(coded.words)) == bits(payload)
 
 
 # ------------------------------------------------------------------------------------------------

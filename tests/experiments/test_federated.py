@@ -19,8 +19,8 @@ from experiments.federated.deploy import Federation
 from experiments.federated.plan import HOSTILE, asked_of, plan_of, tampered
 from experiments.lib.cli import UserError
 from jaxcomp.federated import Member, Server
-from jaxcomp.federated.checkpoint import read
-from jaxcomp.federated.flower import RECORD, Rounds, members_mod
+from jaxcomp.federated.checkpoint import read_arrays
+from jaxcomp.federated.flower import RECORD, FlowerRounds, members_mod
 
 ROOT = Path(__file__).parents[2]
 D = 60
@@ -124,7 +124,7 @@ def reply_of(record, node=7, number="m1", error=False):
 )
 def test_whatever_a_reply_holds_the_round_goes_on_and_it_is_counted(record, error, kind):
     server = Server(np.zeros(D), {"a": 1}, 0.5)
-    rounds = Rounds(server, lambda grid: {7: "a"})
+    rounds = FlowerRounds(server, lambda grid: {7: "a"})
     server.open({"a"})
     rounds._take("a", reply_of(record, error=error))
     assert server.counts["a"][kind] == 1
@@ -134,7 +134,7 @@ def test_whatever_a_reply_holds_the_round_goes_on_and_it_is_counted(record, erro
 
 def test_a_repetition_under_a_valid_round_is_refused_and_named_whoever_sends_it():
     server = Server(np.zeros(D), {"a": 1, "b": 1}, 0.5)
-    rounds = Rounds(server, lambda grid: {7: "a", 8: "b"})
+    rounds = FlowerRounds(server, lambda grid: {7: "a", 8: "b"})
     task = server.open({"a"})["a"]
     member = Member()
     answer = member.answer(task, member.take(task) - 1)
@@ -153,7 +153,7 @@ def test_a_repetition_under_a_valid_round_is_refused_and_named_whoever_sends_it(
 def test_a_round_asks_whom_choose_names_among_those_there(monkeypatch):
     server, asked = Server(np.zeros(D), dict.fromkeys("abc", 1), 0.5), []
     here = lambda grid: {1: "a", 3: "c"} if server.number < 2 else {1: "a", 2: "b", 3: "c"}
-    rounds = Rounds(server, here, choose=lambda there: sorted(there)[-2:], poll=0.0)
+    rounds = FlowerRounds(server, here, choose=lambda there: sorted(there)[-2:], poll=0.0)
 
     def push(grid, node, member, task):
         asked.append((node, member))
@@ -173,7 +173,7 @@ def test_a_model_that_no_message_of_flower_carries_fails_before_the_first(monkey
 
     server = Server(np.zeros(D), {"a": 1}, 0.5)
     asked = []
-    rounds = Rounds(server, lambda grid: asked.append(grid) or {7: "a"}, deadline=0.1, poll=0.01)
+    rounds = FlowerRounds(server, lambda grid: asked.append(grid) or {7: "a"}, deadline=0.1, poll=0.01)
     monkeypatch.setattr(flwr.common, "GRPC_MAX_MESSAGE_LENGTH", 2**16 + 4 * D - 1)
     with pytest.raises(
         ValueError, match=rf"point has {D} entries, .* bytes; Flower carries .*: train at most {D - 1} "
@@ -241,7 +241,7 @@ def test_the_mod_around_a_train_function_and_the_strategy(tmp_path):
     happens |= {(1, 3): "fails", (2, 4): "late", (1, 6): "loses its disk", (0, 7): "leaves"}
     server = Server(np.zeros(D), {"a": 60, "b": 30, "c": 10}, 0.3, down=0.5)
     here = lambda grid: {i: name for i, name in enumerate("abc") if (i or server.number != 7)}
-    rounds = Rounds(server, here, deadline=0.3, poll=0.01)
+    rounds = FlowerRounds(server, here, deadline=0.3, poll=0.01)
     done = []
     for now in rounds.start(grid, 40):
         done.append(now)
@@ -360,7 +360,7 @@ def test_a_run_that_is_killed_goes_on_bitwise(tmp_path):
     assert "round 2: " not in shown
     assert cut == whole
     assert others == clients
-    servers = [read(tmp_path / name / "r" / "server.npz") for name in ("whole", "cut")]
+    servers = [read_arrays(tmp_path / name / "r" / "server.npz") for name in ("whole", "cut")]
     for key in servers[0].keys() - {"header"}:
         assert servers[0][key].tobytes() == servers[1][key].tobytes(), key
 

@@ -166,13 +166,13 @@ def test_files_without_tokens_patience_and_weights_are_read(tmp_path):
     """As they were before answers had tokens."""
     import json
 
-    from jaxcomp.federated.checkpoint import read, written
+    from jaxcomp.federated.checkpoint import read_arrays, written
 
     server, members = made(), {name: Member(tmp_path / f"member-{name}") for name in ROSTER}
     for _ in range(3):
         one_round(server, members, np.random.default_rng(1))
     save(tmp_path / "server", server)
-    arrays = read(tmp_path / "server")
+    arrays = read_arrays(tmp_path / "server")
     content = json.loads(str(arrays["header"]))
     for _, fields, _ in content["entries"]:
         assert fields.pop("tokens") == 0
@@ -183,7 +183,7 @@ def test_files_without_tokens_patience_and_weights_are_read(tmp_path):
     assert again.point.tobytes() == server.point.tobytes()
     with pytest.raises(ValueError, match="was saved with weights 'volumes'; this server has 'tokens'"):
         load(tmp_path / "server", made(weights="tokens"))
-    kept = read(tmp_path / "member-a")
+    kept = read_arrays(tmp_path / "member-a")
     assert kept.pop("tokens") == 0
     written(tmp_path / "member", kept)
     assert Member(tmp_path / "member").memory.tobytes() == Member(tmp_path / "member-a").memory.tobytes()

@@ -541,7 +541,7 @@ def test_a_hello_while_the_task_may_be_on_its_way_changes_nothing():
 def test_flower_does_not_weigh_by_tokens():
     server = Server(np.zeros(2), {"a": 1}, 1.0, weights="tokens")
     with pytest.raises(ValueError, match="weights must be 'volumes'"):
-        flower.Rounds(server, lambda grid: {})
+        flower.FlowerRounds(server, lambda grid: {})
 
 
 def test_a_log_is_not_overwritten_by_a_server_that_was_not_loaded(tmp_path):

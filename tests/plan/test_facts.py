@@ -6,7 +6,7 @@ import math
 import pytest
 from plan_worlds import facts_of
 
-from jaxcomp.plan.facts import from_text, leaves_of, leaves_to_text, read, to_text
+from jaxcomp.plan.facts import from_text, leaves_of, leaves_to_text, read_file, to_text
 
 
 def test_the_file_says_what_was_measured():
@@ -64,5 +64,5 @@ def test_a_file_that_is_none(tmp_path):
     (tmp_path / "f").write_bytes(b"\xff\xfe")
     for path in (tmp_path / "f", tmp_path):
         with pytest.raises(ValueError, match="must be a file of text"):
-            read(path)
-    assert read(tmp_path / "none") is None
+            read_file(path)
+    assert read_file(tmp_path / "none") is None

@@ -273,7 +273,7 @@ def test_damaged_files_are_named(suffix, damage, tmp_path, seed):
         suffix
     ](path, rows)
     path.write_bytes(damage(path.read_bytes()))
-    try:  # what is damaged may still be numbers, which `scan` then checks
+    try:  # what is damaged may still be numbers, which a pass then checks
         (chunk,) = smoothness.open_source(path, labels).chunks()
         assert chunk[0].shape[0] == 60
     except ValueError as error:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
 from jaxcomp.exchange.state import means_in
-from jaxcomp.transforms.scattered import Rows
+from jaxcomp.transforms.scattered import RowLayout
 
 N, K = 4, 9
 RNG = np.random.default_rng(0)
@@ -146,7 +146,7 @@ def test_another_number_of_owners_goes_on_from_the_memories(workers, seed):
 def test_rows_of_owners_are_cut_anew():
     shapes = [(8, 3), (2, 8, 5), (16,)]
     leaves = [jnp.arange(1.0, 1.0 + float(np.prod(shape))).reshape(shape) for shape in shapes]
-    of = lambda n: Rows(n, ((8 // n, 3), (2, 8 // n, 5), (16 // n,)), (0, 1, 0))
+    of = lambda n: RowLayout(n, ((8 // n, 3), (2, 8 // n, 5), (16 // n,)), (0, 1, 0))
     for before, after in ((4, 2), (2, 8), (1, 4)):
         found = of(before).recut(np.asarray(of(before).stack(leaves))[None], of(after))
         np.testing.assert_array_equal(found[0], of(after).stack(leaves))

@@ -15,7 +15,7 @@ from jaxcomp.exchange.routes.route import (
     Route,
     Way,
     costs,
-    number_of,
+    route_number,
     taken,
 )
 from jaxcomp.exchange.routes.scatter import SCATTER
@@ -33,7 +33,7 @@ __all__ = [
     "Route",
     "Way",
     "costs",
-    "number_of",
+    "route_number",
     "route_of",
     "taken",
 ]

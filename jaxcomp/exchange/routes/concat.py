@@ -14,12 +14,12 @@ from jaxcomp.exchange.collectives import all_sum_words
 from jaxcomp.exchange.links import Cost, Levels, Link, cost_of
 from jaxcomp.exchange.routes.route import gathering_route
 from jaxcomp.exchange.routes.unequal import from_buffers, gather_by, own_words, pieces_of
-from jaxcomp.payloads.unequal import Message
+from jaxcomp.payloads.unequal import UnequalMessage
 
 __all__ = ["CONCAT", "gather"]
 
 
-def exchange(message: Message, axis: Axis, link: Link | Levels) -> Any:
+def _exchange(message: UnequalMessage, axis: Axis, link: Link | Levels) -> Any:
     """The words of all workers without padding, put back into payloads stacked on a leading axis of n."""
     del link
     lengths = message.lengths
@@ -31,12 +31,12 @@ def exchange(message: Message, axis: Axis, link: Link | Levels) -> Any:
     return from_buffers(message, pieces_of(all_sum_words(buffer[:total], axis), lengths), axis)
 
 
-def cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
+def _cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
     """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     del capacity
     n, total = len(lengths), 4 * sum(lengths)
     return cost_of("all_reduce", total, n, link)
 
 
-gather = gather_by(exchange, cost)
-CONCAT = gathering_route("concat", gather, cost)
+gather = gather_by(_exchange, _cost)
+CONCAT = gathering_route("concat", gather, _cost)

@@ -13,12 +13,12 @@ from jaxcomp.exchange.links import Cost, Levels, Link, cost_of
 from jaxcomp.exchange.routes.route import Parcel, Way, cuts_of, gathering_route, lengths_of
 from jaxcomp.payloads.unequal import message_of
 
-__all__ = ["GATHER", "gather"]
+__all__ = ["GATHER", "gather_padded"]
 
 PADDED = 1.1  # longest message / mean message from which on gathering is worth a warning
 
 
-def gather(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float]:
+def gather_padded(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float]:
     """All payloads, by one collective for each lane."""
     payloads, lengths = tuple(parcel.payload for parcel in parcels), lengths_of(parcels)
     if lengths is not None:
@@ -38,10 +38,10 @@ def _warn_of_padding(payloads: Any, lengths: Any, workers: int) -> None:
         )
 
 
-def cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
+def _cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
     """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     n = len(lengths)
     return cost_of("all_gather", 4 * capacity, n, link)
 
 
-GATHER = gathering_route("gather", gather, cost)
+GATHER = gathering_route("gather", gather_padded, _cost)

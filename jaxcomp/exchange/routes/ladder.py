@@ -24,14 +24,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.exchange.axes import on_equal_types
-from jaxcomp.exchange.collectives import all_gather, all_max, gather_bytes, gathered
+from jaxcomp.exchange.collectives import all_max, gather_bytes, gather_tree, gathered
 from jaxcomp.exchange.routes.route import Parcel, Way, gathering_route
 from jaxcomp.groups import Layout
 from jaxcomp.payloads import Coded, decode_message, encode_message, lane_bytes
 from jaxcomp.payloads.registry import unpack_message
 from jaxcomp.payloads.words import Cursor, joined
 
-__all__ = ["LADDER", "decode", "encode", "gather", "rungs"]
+__all__ = ["LADDER", "decode_messages", "encode_messages", "gather_coded", "rungs"]
 
 Array = jax.Array
 LEAST = 16  # words of the lowest rung
@@ -47,7 +47,7 @@ def rungs(words: int) -> tuple[int, ...]:
     return tuple(sorted({max(LEAST, math.ceil(words * share)) for share in shares if words > LEAST}))
 
 
-def gather(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], Any]:
+def gather_coded(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], Any]:
     """All payloads, as an all-gather would bring them, for the bytes of their codes."""
     payloads, is_stack = tuple(parcel.payload for parcel in parcels), [len(parcel.like.shape) > 1 for parcel in parcels]
     workers, axis = way.workers, way.axis
@@ -55,50 +55,50 @@ def gather(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], Any]:
     steps = rungs(lane_bytes(payloads) // 4)
     if not steps:
         return gathered(payloads, axis)
-    message = on_equal_types(lambda payloads: encode(payloads, is_stack), payloads)
+    message = on_equal_types(lambda payloads: encode_messages(payloads, is_stack), payloads)
     words = jnp.pad(message.words, (0, max(steps[-1] - message.words.size, 0)))
     need = all_max(jnp.where(message.fits, message.used, steps[-1] + 1), axis)
     rung = jnp.searchsorted(jnp.asarray(steps, jnp.int32), need).astype(jnp.int32)
 
     def gathered_at(step):
         def branch(words):
-            rows = all_gather(words[:step], axis)
+            rows = gather_tree(words[:step], axis)
             return jnp.pad(rows, ((0, 0), (0, steps[-1] - step)))
 
         return branch
 
     def coded(payloads, words):
         rows = lax.switch(jnp.minimum(rung, len(steps) - 1), [gathered_at(step) for step in steps], words)
-        return on_equal_types(lambda rows: lax.map(lambda row: decode(row, like, is_stack), rows), rows)
+        return on_equal_types(lambda rows: lax.map(lambda row: decode_messages(row, like, is_stack), rows), rows)
 
-    rows = lax.cond(rung < len(steps), coded, lambda payloads, words: all_gather(payloads, axis), payloads, words)
+    rows = lax.cond(rung < len(steps), coded, lambda payloads, words: gather_tree(payloads, axis), payloads, words)
     sent = [*((workers - 1) * 4.0 * step for step in steps), gather_bytes(payloads, axis)]
     agreed = 2 * (workers - 1) / workers * 4  # on the rung, in one word
     return rows, jnp.asarray(sent, jnp.float32)[rung] + agreed
 
 
-def layout(given: Layout, workers: int) -> Layout:
+def _layout(given: Layout, workers: int) -> Layout:
     """Leaves the layout as it is, but for leaves that are vectors of their own: each would have a coder of its own."""
     del workers
     return given.together()
 
 
-LADDER = gathering_route("ladder", gather, layout=layout)
+LADDER = gathering_route("ladder", gather_coded, layout=_layout)
 
 
 # ------------------------------------------------------------------------------------------------
 # The payloads of all groups, one after the other; each row of a stack is coded by itself
 
 
-def encode(payloads: tuple[Any, ...], is_stack: Sequence[bool]) -> Coded:
+def encode_messages(payloads: tuple[Any, ...], is_stack: Sequence[bool]) -> Coded:
     """The words of all payloads, one after the other."""
     pairs = zip(payloads, is_stack, strict=True)
     return joined([_encode_rows(payload) if stack else encode_message(payload) for payload, stack in pairs])
 
 
-def decode(words: Array, like: tuple[Any, ...], is_stack: Sequence[bool]) -> tuple[Any, ...]:
-    """Inverse of `encode`, from the words in use or more."""
-    room = jax.eval_shape(lambda payloads: encode(payloads, is_stack), like).words.size
+def decode_messages(words: Array, like: tuple[Any, ...], is_stack: Sequence[bool]) -> tuple[Any, ...]:
+    """Inverse of `encode_messages`, from the words in use or more."""
+    room = jax.eval_shape(lambda payloads: encode_messages(payloads, is_stack), like).words.size
     cursor = Cursor(words, room)
     read = lambda each, stack: _decode_rows(cursor, each) if stack else unpack_message(cursor, each)
     return tuple(map(read, like, is_stack))

@@ -11,12 +11,12 @@ from jaxcomp.exchange.axes import Axis
 from jaxcomp.exchange.links import Cost, Levels, Link, cost_of
 from jaxcomp.exchange.routes.route import Parcel, Way, gathering_route
 from jaxcomp.exchange.routes.unequal import from_buffers, gather_by, own_words, pieces_of
-from jaxcomp.payloads.unequal import Message
+from jaxcomp.payloads.unequal import UnequalMessage
 
-__all__ = ["RAGGED", "gather"]
+__all__ = ["RAGGED"]
 
 
-def exchange(message: Message, axis: Axis, link: Link | Levels) -> Any:
+def _exchange(message: UnequalMessage, axis: Axis, link: Link | Levels) -> Any:
     """The words of all workers without padding, put back into payloads stacked on a leading axis of n."""
     del link
     lengths = message.lengths
@@ -24,18 +24,18 @@ def exchange(message: Message, axis: Axis, link: Link | Levels) -> Any:
     return from_buffers(message, pieces_of(buffer, lengths), axis)
 
 
-def cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
+def _cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
     """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     del capacity
     n = len(lengths)
     return cost_of("all_gather", 4 * max(lengths), n, link)._replace(sent_bytes=(n - 1) / n * 4 * sum(lengths))
 
 
-def gather(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], Any]:
+def _gather(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], Any]:
     """All payloads, on a backend that has `ragged_all_to_all`; ValueError on another."""
     if not collectives.has_ragged():
         raise ValueError('via="ragged": this backend has no ragged_all_to_all; use via="ring"')
-    return gather_by(exchange, cost)(parcels, way)
+    return gather_by(_exchange, _cost)(parcels, way)
 
 
-RAGGED = gathering_route("ragged", gather, cost)
+RAGGED = gathering_route("ragged", _gather, _cost)

@@ -15,14 +15,14 @@ from jaxcomp.exchange.collectives import send
 from jaxcomp.exchange.links import Cost, Levels, Link, Phase, ring_plan, slowest
 from jaxcomp.exchange.routes.route import gathering_route
 from jaxcomp.exchange.routes.unequal import from_buffers, gather_by, own_words
-from jaxcomp.payloads.unequal import Message
+from jaxcomp.payloads.unequal import UnequalMessage
 
 __all__ = ["RING", "gather"]
 
 Array = jax.Array
 
 
-def exchange(message: Message, axis: Axis, link: Link | Levels) -> Any:
+def _exchange(message: UnequalMessage, axis: Axis, link: Link | Levels) -> Any:
     """The words of all workers without padding, put back into payloads stacked on a leading axis of n."""
     lengths = message.lengths
     n, number = len(lengths), axis_index(axis)
@@ -53,7 +53,7 @@ def _around(mine: Array, phase: Phase, number: Array, axis: Axis) -> Array:
     return pieces
 
 
-def cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
+def _cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
     """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     del capacity
     one = slowest(link)
@@ -61,5 +61,5 @@ def cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
     return Cost(plan.seconds(one), plan.sent_bytes)
 
 
-gather = gather_by(exchange, cost)
-RING = gathering_route("ring", gather, cost)
+gather = gather_by(_exchange, _cost)
+RING = gathering_route("ring", gather, _cost)

@@ -33,7 +33,7 @@ from jaxcomp.backend import SparseSum
 from jaxcomp.backend_gpu import TOGETHER
 from jaxcomp.base import Compressor, State, for_worker, lengths, omega_of
 from jaxcomp.exchange.axes import Axis, axis_index
-from jaxcomp.exchange.collectives import all_gather, gathered, gathers_for_less, has_ragged, summed
+from jaxcomp.exchange.collectives import gather_tree, gathered, gathers_for_less, has_ragged, summed
 from jaxcomp.exchange.links import DEFAULT, Cost, Levels, Link, cost_of
 from jaxcomp.groups import Layout
 from jaxcomp.payloads import lane_bytes, per_tile
@@ -56,7 +56,7 @@ __all__ = [
     "gathering_route",
     "held_by",
     "lengths_of",
-    "number_of",
+    "route_number",
     "sums",
     "taken",
 ]
@@ -207,7 +207,7 @@ ROUTES: dict[str, Route] = {}  # all but "auto", filled by `jaxcomp.exchange.rou
 NAMES: list[str] = []  # as a state numbers them; those of your own come last
 
 
-def number_of(route: str) -> int:
+def route_number(route: str) -> int:
     """The number of a route in a state, by its name."""
     if route not in NAMES:
         NAMES.append(route)
@@ -248,7 +248,7 @@ def gathered_by(gather: Gather, parcels: Sequence[Parcel], way: Way) -> tuple[tu
     """All payloads, by `gather`; where nothing crosses, without it."""
     payloads = tuple(parcel.payload for parcel in parcels)
     if way.workers == 1 or lane_bytes(payloads) == 0:
-        return all_gather(payloads, way.axis), 0.0
+        return gather_tree(payloads, way.axis), 0.0
     return gather(parcels, way)
 
 

@@ -23,7 +23,7 @@ from jaxcomp.exchange.routes.two_shot import refuses as refuses_chunks
 __all__ = ["SCATTER"]
 
 
-def refuses(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
+def _refuses(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
     """Why messages cannot be cut by owner; None where they can."""
     others = sorted(set(jax.tree.leaves(roles)) - {"memory", "narrow memory", "compressor"})
     if others:
@@ -37,7 +37,7 @@ def refuses(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
     return None if reason is None else told + reason
 
 
-def carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carried:
+def _carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carried:
     """This worker's row of the mean (see `Route.carry`)."""
     del key
     (out,) = parcels
@@ -46,4 +46,4 @@ def carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carrie
     return Carried((Arrived(mean=chunk),), "scatter", all_to_all_bytes(out.payload, way.axis, way.replicas), state)
 
 
-SCATTER = Route("scatter", carry, refuses, chunks)
+SCATTER = Route("scatter", _carry, _refuses, chunks)

@@ -18,7 +18,7 @@ from jaxcomp.exchange.routes.route import Arrived, Carried, Parcel, Route, Way, 
 __all__ = ["SUM"]
 
 
-def refuses(compressor, roles):
+def _refuses(compressor, roles):
     """Why payloads of this compressor cannot be added; None where they can."""
     del roles
     if compressor.spec.linear:
@@ -26,17 +26,17 @@ def refuses(compressor, roles):
     return f'via="sum" needs a linear compressor; {compressor.spec.name} is not. Use via="gather"'
 
 
-def carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carried:
+def _carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carried:
     """The sums of the payloads, added on the way (see `Route.carry`)."""
     del key
     totals, sent_bytes = sums(parcels, way)
     return Carried(tuple(Arrived(total=total) for total in totals), "sum", sent_bytes, state)
 
 
-def cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
+def _cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
     """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     n = len(lengths)
     return cost_of("all_reduce", 4 * capacity, n, link)
 
 
-SUM = Route("sum", carry, refuses, cost=cost)
+SUM = Route("sum", _carry, _refuses, cost=_cost)

@@ -163,7 +163,7 @@ def init(shared_key: Array, compressors: tuple[Compressor, ...], like: tuple[Any
     return State(Second(memory, jax.tree.map(lambda a: a[0], state.local.rows)), state.shared)
 
 
-def carry(parcels: Sequence[Parcel], way: Way, key: Array, state: State) -> Carried:
+def _carry(parcels: Sequence[Parcel], way: Way, key: Array, state: State) -> Carried:
     """The mean by way of the owners of its chunks (see `Route.carry`)."""
     (out,) = parcels
     compressor, axis, like = out.compressor, way.axis, _sent_like(out.compressor, out.like)
@@ -185,11 +185,11 @@ def carry(parcels: Sequence[Parcel], way: Way, key: Array, state: State) -> Carr
     return Carried((Arrived(mean=mean),), "two_shot", sent, after, lane_bytes(second), cheap_bits(second))
 
 
-def cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
+def _cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
     """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     n = len(lengths)
     first, second = cost_of("all_to_all", 4 * capacity, n, link), cost_of("all_gather", 4 * capacity / n, n, link)
     return Cost(first.seconds + second.seconds, first.sent_bytes + second.sent_bytes)
 
 
-TWO_SHOT = Route("two_shot", carry, refuses, layout, init, cost)
+TWO_SHOT = Route("two_shot", _carry, refuses, layout, init, _cost)

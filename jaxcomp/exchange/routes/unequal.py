@@ -17,7 +17,7 @@ from jaxcomp.exchange.collectives import gathered
 from jaxcomp.exchange.links import Cost, Levels, Link
 from jaxcomp.exchange.routes.route import Gather, Parcel, Way, lengths_of
 from jaxcomp.payloads import from_words, to_words
-from jaxcomp.payloads.unequal import Message, message_of
+from jaxcomp.payloads.unequal import UnequalMessage, message_of
 
 __all__ = ["from_buffers", "gather_by", "own_words", "pieces_of"]
 
@@ -25,7 +25,8 @@ Array = jax.Array
 
 
 def gather_by(
-    exchange: Callable[[Message, Axis, Link | Levels], Any], cost: Callable[[tuple[int, ...], int, Link | Levels], Cost]
+    exchange: Callable[[UnequalMessage, Axis, Link | Levels], Any],
+    cost: Callable[[tuple[int, ...], int, Link | Levels], Cost],
 ) -> Gather:
     """`Gather` from a function that brings a message to all workers, and its cost."""
 
@@ -44,7 +45,7 @@ def gather_by(
 # Arrays as words, and back
 
 
-def own_words(message: Message, axis: Axis, room: int) -> Array:
+def own_words(message: UnequalMessage, axis: Axis, room: int) -> Array:
     """This worker's words, its arrays one after the other, then zeros: u32[room]."""
     number = axis_index(axis)
     arrays = [to_words(part.array) for part in message.parts]
@@ -65,7 +66,7 @@ def pieces_of(buffer: Array, lengths: tuple[int, ...]) -> list[Array]:
     return [buffer[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
-def from_buffers(message: Message, buffers: list[Array], axis: Axis) -> Any:
+def from_buffers(message: UnequalMessage, buffers: list[Array], axis: Axis) -> Any:
     """The payloads of all workers, stacked, from the words of each."""
     arrays, starts = [], [0] * len(buffers)
     for part, shape in zip(message.parts, message.shapes, strict=True):
