@@ -34,7 +34,7 @@ from matplotlib.ticker import NullLocator, ScalarFormatter
 from sklearn.datasets import load_digits
 
 import jaxcomp as jc
-from jaxcomp.base import overflow, residual
+from jaxcomp.base import left, residual
 from jaxcomp.compressors import tails
 
 # %% [markdown]
@@ -165,7 +165,7 @@ for colour, (name, compressor) in zip(COLOURS, rivals.items(), strict=False):
         message = memory + jnp.asarray(g)
         payload, local = compress(jax.random.key(t), message, state)
         memory, state = left_over(message, payload, state.shared), state._replace(local=local)
-        ratios.append((int(jnp.sum(payload.indices < d)) + int(overflow(compressor, local))) / k)
+        ratios.append((int(jnp.sum(payload.indices < d)) + int(left(compressor, local).overflow)) / k)
     axis.semilogy(ratios, color=colour, marker="o", markersize=3, label=name)
 axis.axhspan(0.9, 1.1, color="grey", alpha=0.3, linewidth=0)
 axis.set(xlabel="step", ylabel="entries above the threshold / k", xticks=range(0, 21, 4))

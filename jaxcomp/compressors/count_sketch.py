@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxcomp.arrays import bounded, finite, key_data, weighted, wide, wrap_key
 from jaxcomp.backend import fold, form, zeros_if_shape
-from jaxcomp.base import Compressor, Spec, State, on_vectors
+from jaxcomp.base import Compressor, Spec, State, on_vectors, row_by_row
 from jaxcomp.checks import check_like, is_integer, is_whole
 from jaxcomp.compressors.rand_k import Draw, next_draw
 from jaxcomp.factories import factory
@@ -163,12 +163,12 @@ def sketch_of(key: Array, x: Array, rows: int, columns: int) -> Array:
     if not columns or not x.shape[0]:
         return jnp.zeros((rows, columns), x.dtype)
     unit = room(-(-x.shape[0] // columns))  # so that no sum on the way overflows: of opposite infinities it were NaN
-    by_gather = functools.partial(_sketch_by_gather, key, x, rows, columns, unit)
-    by_block = functools.partial(_sketch_by_block, key, x, rows, columns, unit)
-    return form(by_block if columns >= SHORT else by_gather, on_gpu=by_gather)() / unit
+    by_gather = functools.partial(_sketch_by_gather, rows, columns, unit)
+    by_block = row_by_row(functools.partial(_sketch_by_block, rows, columns, unit))
+    return form(by_block if columns >= SHORT else by_gather, on_gpu=by_gather)(key, x) / unit
 
 
-def _sketch_by_gather(key: Array, x: Array, rows: int, columns: int, unit: float) -> Array:
+def _sketch_by_gather(rows: int, columns: int, unit: float, key: Array, x: Array) -> Array:
     """Each counter adds up its entry of every block: one reduction, whatever the number of blocks."""
     shape = (-(-x.shape[0] // columns), columns)
     start, counter = lax.broadcasted_iota(U32, shape, 0) * U32(columns), lax.broadcasted_iota(U32, shape, 1)
@@ -182,7 +182,7 @@ def _sketch_by_gather(key: Array, x: Array, rows: int, columns: int, unit: float
     return jnp.stack([one(row) for row in range(rows)])
 
 
-def _sketch_by_block(key: Array, x: Array, rows: int, columns: int, unit: float) -> Array:
+def _sketch_by_block(rows: int, columns: int, unit: float, key: Array, x: Array) -> Array:
     """Each block is added, as it stands, to two rounds of the counters, at its offset; these are added in the end."""
 
     def add(start, signs, offsets, totals):
@@ -222,7 +222,7 @@ def estimates(key: Array, sketch: Array, size: int, join: Callable[[list[Array]]
     if not columns or not size:
         return join([jnp.zeros((size,), sketch.dtype)] * rows)
 
-    def by_gather() -> Array:
+    def by_gather(key: Array, sketch: Array) -> Array:
         def one(row: int) -> Array:
             place, negative = counters(key, row, lax.iota(jnp.int32, size), columns)
             sign = jnp.where(negative, -1, 1).astype(sketch.dtype)  # XLA for GPUs writes what a choice reads twice
@@ -230,7 +230,7 @@ def estimates(key: Array, sketch: Array, size: int, join: Callable[[list[Array]]
 
         return join([one(row) for row in range(rows)])
 
-    def by_block() -> Array:
+    def by_block(key: Array, sketch: Array) -> Array:
         twice = [jnp.concatenate([sketch[row]] * 2) for row in range(rows)]
 
         def read(start, signs, offsets, out):
@@ -240,4 +240,4 @@ def estimates(key: Array, sketch: Array, size: int, join: Callable[[list[Array]]
 
         return _for_each_block(key, size, rows, columns, read, jnp.zeros_like(sketch, shape=(size,)))
 
-    return form(by_block if columns >= SHORT else by_gather, on_gpu=by_gather)()
+    return form(row_by_row(by_block) if columns >= SHORT else by_gather, on_gpu=by_gather)(key, sketch)

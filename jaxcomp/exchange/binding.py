@@ -65,9 +65,10 @@ def exchange_of(
             raise ValueError(f"{name}: bucket_bytes must be {needs}; got {bucket_bytes!r}")
         if algorithm.parts:
             raise ValueError(f"{name}: bucket_bytes does not go with by_path, whose parts share their collectives")
-        if route.name not in ("auto", "sum", "gather") and (route.name in VIAS or route.gather is None):
-            why = "the other routes send one message, cut or coded as a whole, and wait for the whole gradient"
-            ways = 'via="auto", "sum", "gather", and routes of your own that gather'
+        if not route.buckets:
+            why = "it sends one message, cut or coded as a whole, and waits for the whole gradient"
+            known = ", ".join(repr(each) for each in VIAS if route_of(each).buckets)
+            ways = f"via={known}, and routes of your own that send each message by itself (`buckets` of Route)"
             raise ValueError(f"{name}: bucket_bytes goes with {ways}; got {route.name!r}: {why}")
         layout = layout.in_buckets(int(buckets.size), buckets.order)
     shares = None if weights is None else shares_of(name, weights)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from variants import variants
 
 import jaxcomp as jc
+from jaxcomp.exchange import binding
 from jaxcomp.exchange.collectives import gathered
 from jaxcomp.exchange.routes import route
 from jaxcomp.exchange.routes.route import ROUTES, gathering_route
@@ -352,8 +353,11 @@ def test_buckets_change_collectives_and_nothing_else(name, seed):
         assert len(ops[1]) > len(ops[0])
 
 
-def test_a_gathering_route_of_ones_own_has_buckets(monkeypatch):
+@pytest.mark.parametrize("in_the_table", [False, True])
+def test_a_gathering_route_of_ones_own_has_buckets(in_the_table, monkeypatch):
     monkeypatch.setattr(route, "NAMES", [*route.NAMES])
+    if in_the_table:
+        monkeypatch.setattr(binding, "VIAS", (*binding.VIAS, "plain"))
     carried = []
 
     def plain(parcels, way):
@@ -372,11 +376,12 @@ def test_bucket_sizes_are_checked():
     with pytest.raises(ValueError, match=r"bucket_bytes must be an integer of at least 1, or what .* makes; got True"):
         jc.compressed_mean(DENSE, "data", bucket_bytes=True)
     jc.compressed_mean(DENSE, "data", bucket_bytes=np.int64(10))
-    with pytest.raises(ValueError, match='bucket_bytes goes with via="auto"'):
+    with pytest.raises(ValueError, match="bucket_bytes goes with via='auto', 'sum', 'gather', and routes"):
         jc.compressed_mean(TOP, "data", via="ladder", bucket_bytes=10)
-    added = ROUTES["sum"]._replace(name="added")  # which gathers nothing
-    with pytest.raises(ValueError, match="of your own that gather; got 'added'"):
-        jc.compressed_mean(DENSE, "data", via=added, bucket_bytes=10)
+    jc.compressed_mean(DENSE, "data", via=ROUTES["sum"]._replace(name="added"), bucket_bytes=10)
+    whole = gathering_route("whole", ROUTES["gather"].gather, buckets=False)
+    with pytest.raises(ValueError, match="send each message by itself .*; got 'whole': it sends one message"):
+        jc.compressed_mean(TOP, "data", via=whole, bucket_bytes=10)
 
 
 def test_an_axis_that_the_mesh_has_not_is_named():

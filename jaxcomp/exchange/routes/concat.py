@@ -39,4 +39,4 @@ def _cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
 
 
 gather = gather_by(_exchange, _cost)
-CONCAT = gathering_route("concat", gather, _cost)
+CONCAT = gathering_route("concat", gather, _cost, buckets=False)

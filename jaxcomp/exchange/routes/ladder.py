@@ -83,7 +83,7 @@ def _layout(given: Layout, workers: int) -> Layout:
     return given.together()
 
 
-LADDER = gathering_route("ladder", gather_coded, layout=_layout)
+LADDER = gathering_route("ladder", gather_coded, layout=_layout, buckets=False)
 
 
 # ------------------------------------------------------------------------------------------------

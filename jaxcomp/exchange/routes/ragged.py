@@ -38,4 +38,4 @@ def _gather(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], Any]:
     return gather_by(_exchange, _cost)(parcels, way)
 
 
-RAGGED = gathering_route("ragged", _gather, _cost)
+RAGGED = gathering_route("ragged", _gather, _cost, buckets=False)

@@ -62,4 +62,4 @@ def _cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
 
 
 gather = gather_by(_exchange, _cost)
-RING = gathering_route("ring", gather, _cost)
+RING = gathering_route("ring", gather, _cost, buckets=False)

@@ -192,6 +192,8 @@ class Route(NamedTuple):
     cost(lengths, capacity, link): expected time and bytes for messages of so many uint32 words, `capacity` with
         padding; None where it depends on what is in them.
     gather: of a route that brings all payloads.
+    buckets: whether groups of leaves may cross by themselves (`bucket_bytes`): nothing is chosen, cut or coded for all
+        messages together.
     """
 
     name: str
@@ -201,6 +203,7 @@ class Route(NamedTuple):
     init: Callable[[Array, tuple[Compressor, ...], tuple[Any, ...]], State] | None = None
     cost: Callable[[tuple[int, ...], int, Link | Levels], Cost] | None = None
     gather: Gather | None = None
+    buckets: bool = False
 
 
 ROUTES: dict[str, Route] = {}  # all but "auto", filled by `jaxcomp.exchange.routes`
@@ -257,15 +260,16 @@ def gathering_route(
     gather: Gather,
     cost: Callable[[tuple[int, ...], int, Link | Levels], Cost] | None = None,
     layout: Callable[[Layout, int], Layout] | None = None,
+    buckets: bool = True,
 ) -> Route:
-    """The route that brings all payloads to all workers by `gather`."""
+    """The route that brings all payloads to all workers by `gather`. The others are members of `Route`."""
 
     def carry(parcels, way, key, state):
         del key
         payloads, sent_bytes = gathered_by(gather, parcels, way)
         return Carried(tuple(map(Arrived, payloads)), name, sent_bytes, state)
 
-    return Route(name, carry, accepts_all, layout, cost=cost, gather=gather)
+    return Route(name, carry, accepts_all, layout, cost=cost, gather=gather, buckets=buckets)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -439,4 +443,4 @@ def _decoded(parcel: Parcel, way: Way) -> Parcel:
     return parcel._replace(payload=compressor.decompress(parcel.payload, mine, like))
 
 
-AUTO = Route("auto", carry_auto, accepts_all)
+AUTO = Route("auto", carry_auto, accepts_all, buckets=True)

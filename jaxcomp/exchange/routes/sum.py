@@ -39,4 +39,4 @@ def _cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
     return cost_of("all_reduce", 4 * capacity, n, link)
 
 
-SUM = Route("sum", _carry, _refuses, cost=_cost)
+SUM = Route("sum", _carry, _refuses, cost=_cost, buckets=True)
