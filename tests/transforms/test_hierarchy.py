@@ -380,7 +380,7 @@ def test_bucket_sizes_are_checked():
         jc.compressed_mean(TOP, "data", via="ladder", bucket_bytes=10)
     jc.compressed_mean(DENSE, "data", via=ROUTES["sum"]._replace(name="added"), bucket_bytes=10)
     whole = gathering_route("whole", ROUTES["gather"].gather, buckets=False)
-    with pytest.raises(ValueError, match="send each message by itself .*; got 'whole': it sends one message"):
+    with pytest.raises(ValueError, match=r"send each message by itself .*; got 'whole': it sends one message"):
         jc.compressed_mean(TOP, "data", via=whole, bucket_bytes=10)
 
 
