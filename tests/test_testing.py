@@ -12,7 +12,7 @@ import pytest
 from test_docs import DEVELOPMENT, code_of
 
 import jaxcomp as jc
-from jaxcomp.arrays import finite
+from jaxcomp.arrays import bounded, finite
 from jaxcomp.base import Spec, State, on_vectors
 from jaxcomp.exchange.routes import GATHER, ROUTES
 from jaxcomp.exchange.routes.route import gathering_route
@@ -20,7 +20,7 @@ from jaxcomp.payloads import Dense, Several
 from jaxcomp.testing.compressors import FALSE_ALARM, KINDS, chance_above
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-IDENTITY, TOP = jc.identity(), jc.top_k(0.1)
+IDENTITY, TOP, RANDOM = jc.identity(), jc.top_k(0.1), jc.contract(jc.rand_k(0.1))
 
 
 def spec(compressor, **facts):
@@ -353,9 +353,9 @@ class Memory(NamedTuple):
     compressor: tuple
 
 
-def remembering(update, roles=None):
+def remembering(update, roles=None, compressor=TOP):
     init = lambda here, like: Memory(tuple(jnp.zeros(x.shape, x.dtype) for x in like), here.start(like))
-    return jc.Algorithm(init, update, roles or {"memory": "memory", "compressor": "compressor"}, TOP)
+    return jc.Algorithm(init, update, roles or {"memory": "memory", "compressor": "compressor"}, compressor)
 
 
 def own_direction(here, grads, state):
@@ -404,6 +404,29 @@ def of_its_mesh(here, grads, state):
     return jax.tree.map(lambda x: factor * x, sent.mean), Memory(state.memory, sent.states)
 
 
+def raises(here, grads, state):
+    raise RuntimeError("no such round")
+
+
+def advances_no_state(here, grads, state):
+    """So that all rounds draw the same."""
+    message = jax.tree.map(jnp.add, state.memory, jax.tree.map(finite, grads))
+    sent = yield here.mean(jax.tree.map(bounded, message), state.compressor)
+    return sent.mean, Memory(sent.residual, state.compressor)
+
+
+def adds_the_residual_with_the_wrong_sign(here, grads, state):
+    message = jax.tree.map(jnp.subtract, jax.tree.map(finite, grads), state.memory)
+    sent = yield here.mean(jax.tree.map(bounded, message), state.compressor)
+    return sent.mean, Memory(sent.residual, sent.states)
+
+
+def forgets_some_entries(here, grads, state):
+    message = jax.tree.map(jnp.add, state.memory, jax.tree.map(finite, grads))
+    sent = yield here.mean(jax.tree.map(bounded, message), state.compressor)
+    return sent.mean, Memory(jax.tree.map(lambda e: e.at[-5:].set(0), sent.residual), sent.states)
+
+
 HOST = itertools.count()
 BAD = {
     "like gradients": (remembering(not_finite), "directions for float32 gradients are finite"),
@@ -413,6 +436,14 @@ BAD = {
     "non-finite": (remembering(passes_nan), "memories after gradients with NaN and infinities are finite"),
     "largest": (remembering(adds_up), "fields of the state after such gradients are finite"),
     "descends": (remembering(upwards), "over 30 rounds their inner product is -"),
+    "advanced": (
+        remembering(advances_no_state, compressor=RANDOM),
+        r"keep sent\.states; of contract\(rand_k\(0\.1\)\) in compressor\[1\] 1 of 1 entries differ",
+    ),
+    "conserves": (
+        remembering(adds_the_residual_with_the_wrong_sign),
+        "over 5 rounds the directions and the mean of the memories add up to the mean gradients .* entries differ",
+    ),
     "traced once": (remembering(of_another_type), "before .*float32.*after .*float16"),
     "handed on": (
         remembering(upwards, {"memory": "shift", "compressor": "compressor"}),
@@ -431,4 +462,67 @@ def test_a_broken_law_of_an_algorithm_is_said_in_words(law):
 @pytest.mark.parametrize("name", ["ef21", "page"])
 def test_what_obeys_passes_every_law_of_algorithms(name):
     algorithm = jc.ef21(TOP) if name == "ef21" else of_page("algorithm.md")["averaged_feedback"](TOP)
-    assert jc.testing.check_algorithm(algorithm) == tuple(jc.testing.ALGORITHM_LAWS)
+    nothing_to_say = ("conserves", "advanced")  # top_k shares no state
+    tried = tuple(law for law in jc.testing.ALGORITHM_LAWS if law not in nothing_to_say)
+    assert jc.testing.check_algorithm(algorithm) == tried
+
+
+@pytest.mark.parametrize("compressor", [TOP, RANDOM, jc.block_scaled("int4")], ids=lambda c: c.spec.name)
+def test_what_remembers_the_rest_conserves_gradients(compressor):
+    laws = ["advanced", "conserves"] if compressor is not TOP else None
+    laws = jc.testing.check_algorithm(jc.error_feedback(compressor), conserves=True, laws=laws)
+    assert "conserves" in laws
+    assert ("advanced" in laws) == (compressor is RANDOM)
+
+
+def test_memories_are_found_in_parts_and_inside_of_other_algorithms():
+    parts = jc.by_path({"kernel": jc.error_feedback(RANDOM), ".*": jc.direct(IDENTITY)})
+    assert jc.testing.check_algorithm(parts, laws=["advanced", "conserves"]) == ("advanced", "conserves")
+    with pytest.raises(jc.testing.LawBroken, match=r"conserves: over 5 rounds"):
+        jc.testing.check_algorithm(jc.direct(jc.rand_k(0.1)), laws=["conserves"])
+    for asked in ({"conserves": True}, {"laws": ["conserves"]}):
+        with pytest.raises(ValueError, match="conserves=True does not hold of memories in few bits"):
+            jc.testing.check_algorithm(jc.error_feedback(TOP, memory="int8"), **asked)
+
+
+# Of which the tests of one round, and those of shapes, see nothing.
+MUTANTS = {
+    "advanced": advances_no_state,
+    "conserves, sign": adds_the_residual_with_the_wrong_sign,
+    "conserves, some": forgets_some_entries,
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_memory_is_found(name):
+    with pytest.raises(jc.testing.LawBroken) as error:
+        laws = ["like gradients", "largest", "descends", "advanced", "conserves"]
+        jc.testing.check_algorithm(remembering(MUTANTS[name], compressor=RANDOM), laws=laws)
+    assert error.value.laws == (name.partition(",")[0],)
+
+
+def test_one_sentence_is_said_once():
+    with pytest.raises(jc.testing.LawBroken) as error:
+        jc.testing.check_algorithm(remembering(raises))
+    lines = str(error.value).splitlines()
+    assert len(lines) == 2
+    assert lines[1].startswith("  shared, like gradients, traced once, non-finite, ")
+    assert lines[1].endswith("it raises RuntimeError: no such round")
+
+
+def test_what_differs_between_workers_is_said_alone():
+    """The others would only see that it cannot be returned as equal on all workers."""
+    with pytest.raises(jc.testing.LawBroken) as error:
+        jc.testing.check_algorithm(remembering(own_direction))
+    assert error.value.laws == ("shared",)
+    first, said, end = str(error.value).splitlines()
+    assert first.endswith("breaks 1 of 1 laws")
+    assert said.startswith("  shared: directions are equal on all workers, bit for bit; ")
+    assert end == "  The other laws need 'shared', and were not tried"
+
+
+def test_laws_that_do_not_apply_are_not_said_to_be_tried(monkeypatch):
+    kept = remembering(adds_up, {"memory": "gradient", "compressor": "compressor"})
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    laws = jc.testing.check_algorithm(kept, laws=["worlds", "handed on", "advanced", "replayed"])
+    assert laws == ("replayed",)

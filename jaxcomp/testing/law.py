@@ -50,13 +50,13 @@ def all_hold(
     """The names of the laws that were tried; `LawBroken` with a sentence for those that do not hold.
 
     run: tries the law of a name; `NOT_TRIED` where it has nothing to say. before: laws without which the others say
-    nothing: where one of these is broken, those that follow are not tried.
+    nothing: they are tried first, and where one of them is broken, no other is.
     """
     names = tuple(table if chosen is None else chosen)
     unknown = [law for law in names if law not in table]
     if unknown:
         raise ValueError(f"testing: laws must be of {', '.join(table)}; got {unknown[0]!r}")
-    found, tried = {}, []
+    found, tried, end = {}, [], ""
     for law in sorted(names, key=lambda law: law not in before):
         try:
             if run(law) != NOT_TRIED:
@@ -64,15 +64,16 @@ def all_hold(
             continue
         except LawBroken as error:
             found[law] = str(error)
+            end = f"\n  The other laws need {law!r}, and were not tried" if law in before and len(names) > 1 else ""
         except Exception as error:  # what it raises itself
             found[law] = f"it raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         tried.append(law)
-        if law in before:
+        if end:
             break
     if found:
         said = {text: [law for law in found if found[law] == text] for text in found.values()}
         lines = "".join(f"\n  {', '.join(laws)}: {text}" for text, laws in said.items())
-        raise LawBroken(f"{name} breaks {len(found)} of {len(tried)} laws{lines}", tuple(found))
+        raise LawBroken(f"{name} breaks {len(found)} of {len(tried)} laws{lines}{end}", tuple(found))
     return tuple(law for law in names if law in tried)
 
 
