@@ -495,8 +495,8 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_memory_is_found(name):
+    laws = ["like gradients", "largest", "descends", "advanced", "conserves"]
     with pytest.raises(jc.testing.LawBroken) as error:
-        laws = ["like gradients", "largest", "descends", "advanced", "conserves"]
         jc.testing.check_algorithm(remembering(MUTANTS[name], compressor=RANDOM), laws=laws)
     assert error.value.laws == (name.partition(",")[0],)
 
