@@ -232,7 +232,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _whole(state: Any, algorithm: Algorithm) -> Any:
-    """What the algorithm keeps, with leading axes of workers where they differ."""
+    """State of the algorithm as one tree, with leading axes of workers where they differ."""
     return whole(State(state.local.algorithm, state.shared.algorithm), algorithm.roles)
 
 

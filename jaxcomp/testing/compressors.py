@@ -225,7 +225,7 @@ def z_bound(false_alarm: float, num_tests: int) -> float:
 
 
 def within(values: np.ndarray, largest: Any, z: float) -> Any:
-    """By how much the mean of draws [n, ...] may miss the true one, where single draws change by up to `largest`.
+    """Largest error of the mean of draws [n, ...] by chance, where single draws change by up to `largest`.
 
     z sqrt(V / n + (z J / 2 n)^2) + z^2 J / 2 n,  with the sample variance V and J = largest: Wilson's interval, also
     where an event is so rare that no draw shows it, and V is 0. That of a normal mean would be z sqrt(V / n).
@@ -238,7 +238,7 @@ def within(values: np.ndarray, largest: Any, z: float) -> Any:
 
 
 def chance_above(values: np.ndarray, false_alarm: float) -> float:
-    """By how much the mean of n draws >= 0 exceeds the true mean with probability `false_alarm` at most.
+    """Excess of the mean of n draws >= 0 over the true mean that has probability `false_alarm` at most.
 
     The draws lie between 0 and the largest of them. A larger one, which no draw shows, only makes the true mean larger;
     smaller ones, which a bounded mean may owe to a rare event, are allowed for (`within`).
