@@ -119,10 +119,11 @@ class Spec(NamedTuple):
     omega: d -> omega with E C(x) = x and E|C(x) - x|^2 <= omega |x|^2, or None.
     alpha: d -> alpha with E|C(x) - x|^2 <= (1 - alpha) |x|^2, or None.
     linear: payloads may be added: decompress(p + q) = decompress(p) + decompress(q).
-    entrywise: an entry is decoded from few numbers of the payload; and of arrays that stand in the order of the vector
-        (`payloads.per_tile`) only from those of its own tile of 1024 entries: others need not be there. So GPUs decode
-        each leaf by itself, from sections of the messages, add messages by a reduction, code equal vectors (without a
-        state) and the rows of a stack together (under vmap), and code again what a narrow memory would have to keep.
+    entrywise: an entry is decoded by arithmetic from few numbers of the payload; and of arrays that stand in the order
+        of the vector and are as long (`payloads.per_tile`) only from those of its own tile of 1024 entries: others need
+        not be there. Not of one that rotates, permutes, or writes into a vector (`.at[...].set`). So GPUs decode each
+        leaf by itself, from sections of the messages, add messages by a reduction, code equal vectors (without a state)
+        and the rows of a stack together (under vmap), and code again what a narrow memory would have to keep.
     selects: C(x) copies some entries of x and zeroes the rest (an orthogonal projection), and
         its payload has a field `values` with the copied entries.
     lifted: for a compressor of trees: how it lays them out, and what compresses each array.

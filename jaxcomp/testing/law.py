@@ -7,7 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["LawBroken", "all_hold", "broken", "equal", "same_types"]
+__all__ = [
+    "NOT_TRIED",
+    "ROUNDING",
+    "LawBroken",
+    "all_hold",
+    "broken",
+    "differ",
+    "equal",
+    "is_rounding",
+    "same_bits",
+    "same_types",
+]
+
+NOT_TRIED = "not tried"  # what a law returns that has nothing to say here
+ROUNDING = (
+    "Compilers may contract a product and a sum, a + b * c, into one rounding, in one program and not in another. Make "
+    "the product exact (b a power of two, or of few bits, as one in bfloat16 is), or add first: (a + c) * b"
+)
 
 
 class LawBroken(AssertionError):
@@ -24,25 +41,51 @@ def broken(text: str) -> NoReturn:
 
 
 def all_hold(
-    name: str, table: dict[str, Any], chosen: Iterable[str] | None, run: Callable[[str], None]
+    name: str,
+    table: dict[str, Any],
+    chosen: Iterable[str] | None,
+    run: Callable[[str], str | None],
+    before: Iterable[str] = (),
 ) -> tuple[str, ...]:
-    """The names of the laws that were tried; `LawBroken` with a sentence for each that does not hold."""
+    """The names of the laws that were tried; `LawBroken` with a sentence for those that do not hold.
+
+    run: tries the law of a name; `NOT_TRIED` where it has nothing to say. before: laws without which the others say
+    nothing: they are tried first, and where one of them is broken, no other is.
+    """
     names = tuple(table if chosen is None else chosen)
     unknown = [law for law in names if law not in table]
     if unknown:
         raise ValueError(f"testing: laws must be of {', '.join(table)}; got {unknown[0]!r}")
-    found = {}
-    for law in names:
+    found, tried, end = {}, [], ""
+    for law in sorted(names, key=lambda law: law not in before):
         try:
-            run(law)
+            if run(law) != NOT_TRIED:
+                tried.append(law)
+            continue
         except LawBroken as error:
             found[law] = str(error)
+            end = f"\n  The other laws need {law!r}, and were not tried" if law in before and len(names) > 1 else ""
         except Exception as error:  # what it raises itself
             found[law] = f"it raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        tried.append(law)
+        if end:
+            break
     if found:
-        lines = "".join(f"\n  {law}: {text}" for law, text in found.items())
-        raise LawBroken(f"{name} breaks {len(found)} of {len(names)} laws{lines}", tuple(found))
-    return names
+        said = {text: [law for law in found if found[law] == text] for text in found.values()}
+        lines = "".join(f"\n  {', '.join(laws)}: {text}" for text, laws in said.items())
+        raise LawBroken(f"{name} breaks {len(found)} of {len(tried)} laws{lines}{end}", tuple(found))
+    return tuple(law for law in names if law in tried)
+
+
+def differ(got: Any, want: Any, rtol: float = 0, atol: float = 0) -> str | None:
+    """Says how two trees differ, whole numbers exactly; None where they do not."""
+    if jax.tree.structure(got) != jax.tree.structure(want):
+        return f"structures are {jax.tree.structure(got)} and {jax.tree.structure(want)}"
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        exact = not jnp.issubdtype(jnp.result_type(a), jnp.floating)
+        if found := _close(a, b, *((0, 0) if exact else (rtol, atol))):
+            return found
+    return None
 
 
 def _close(got: Any, want: Any, rtol: float, atol: float) -> str | None:
@@ -60,13 +103,30 @@ def _close(got: Any, want: Any, rtol: float, atol: float) -> str | None:
 
 def equal(what: str, got: Any, want: Any, rtol: float = 0, atol: float = 0) -> None:
     """Holds two trees to the same structure and numbers, whole numbers exactly."""
-    leaves = jax.tree.leaves(got), jax.tree.leaves(want)
-    if jax.tree.structure(got) != jax.tree.structure(want):
-        broken(f"{what}; structures are {jax.tree.structure(got)} and {jax.tree.structure(want)}")
-    for a, b in zip(*leaves, strict=True):
-        exact = not jnp.issubdtype(jnp.result_type(a), jnp.floating)
-        if found := _close(a, b, *((0, 0) if exact else (rtol, atol))):
-            broken(f"{what}; {found}")
+    if found := differ(got, want, rtol, atol):
+        broken(f"{what}; {found}")
+
+
+def same_bits(what: str, got: Any, want: Any) -> None:
+    """Holds two trees to the same structure, dtypes and bits."""
+    equal(what, got, want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        if a.dtype != b.dtype:
+            broken(f"{what}; dtype {a.dtype} instead of {b.dtype}")
+        if a.tobytes() != b.tobytes():
+            broken(f"{what}; the numbers are equal, and their bits differ: signs of zeros, or NaN")
+
+
+def is_rounding(got: Any, want: Any) -> bool:
+    """Whether two trees differ as a rounding makes them differ: all entries by little, or few at all."""
+
+    def little(a: Any, b: Any) -> bool:
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        few = np.sum(a != b) <= 0.05 * a.size
+        return bool(few or np.abs(a - b).max() <= 1e-5 * np.abs(b).max())
+
+    return all(map(little, jax.tree.leaves(got), jax.tree.leaves(want)))
 
 
 def same_types(what: str, before: Any, after: Any) -> None:
