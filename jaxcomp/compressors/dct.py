@@ -137,24 +137,25 @@ def _blocks(x: Array, cut: ChunkShape) -> Array:
 
 
 def forward(x: Array, cut: ChunkShape) -> Array:
-    """Coefficients, block after block, [size], saturated."""
+    """Coefficients, block after block, [size], of entries as `clipped` leaves them: no sum of 2^20 of these overflows.
+
+    So they are what the products are, and no pass over them cuts what overflowed.
+    """
     how = "api,ki->apk" if len(cut.sides) == 1 else "apiqj,ki,lj->apqkl"
-    return _products(how, _blocks(x, cut), cut).reshape(-1)
+    waves = [jnp.asarray(cosines(s), x.dtype) for s in cut.sides]
+    return jnp.einsum(how, _blocks(x, cut), *waves, precision="highest").reshape(-1)
 
 
 def backward(coefficients: Array, cut: ChunkShape, shape: tuple[int, ...]) -> Array:
-    """Inverse of `forward` for finite coefficients, saturated."""
+    """Inverse of `forward` for finite coefficients, saturated: in units of a power of two until all sums are made, so
+    that none overflows."""
     blocks = coefficients.reshape(cut.shape[0], *cut.pieces, *cut.sides)
     how = "apk,ki->api" if len(cut.sides) == 1 else "apqkl,ki,lj->apiqj"
-    x = _products(how, blocks, cut).reshape(cut.shape[0], *(p * s for p, s in zip(cut.pieces, cut.sides, strict=True)))
-    return x[tuple(slice(n) for n in cut.shape)].reshape(shape)
-
-
-def _products(how: str, blocks: Array, cut: ChunkShape) -> Array:
-    """Products with the cosines of each side, in units of a power of two until all sums are made, so none overflows."""
     units = [room(2 * math.sqrt(max(s, 1))) for s in cut.sides]
     waves = [jnp.asarray(cosines(s) * unit, blocks.dtype) for s, unit in zip(cut.sides, units, strict=True)]
-    return bounded(jnp.einsum(how, blocks, *waves, precision="highest") / math.prod(units))
+    x = bounded(jnp.einsum(how, blocks, *waves, precision="highest") / math.prod(units))
+    x = x.reshape(cut.shape[0], *(p * s for p, s in zip(cut.pieces, cut.sides, strict=True)))
+    return x[tuple(slice(n) for n in cut.shape)].reshape(shape)
 
 
 def _transformed(name: str, inner_of: Callable[[int], Compressor], chunk: int) -> Compressor:
