@@ -55,6 +55,8 @@ def of_columns(columns: Array) -> Array:
 
 def of_short_rows(of: Callable[[Array], Tree], x: Array, length: int) -> Tree:
     """Rows that are a part of the lanes stand in columns: an axis of their length would be padded to the lanes."""
+    if x.size and length in (2, 4):
+        return _of_very_short_rows(of, x, length)
     if not x.size or not _is_short(length):
         return of(x.reshape(x.size // max(length, 1), length))
     whole = x.size // (length * LANES) * LANES  # rows
@@ -62,6 +64,17 @@ def of_short_rows(of: Callable[[Array], Tree], x: Array, length: int) -> Tree:
     numbers = jax.vmap(of, in_axes=-1, out_axes=-1)(columns)  # of `LANES` rows in turn
     rest = of(x[whole * length :].reshape(-1, length))
     return jax.tree.map(lambda each, more: jnp.concatenate([each.T.reshape(-1), more]), numbers, rest)
+
+
+def _of_very_short_rows(of: Callable[[Array], Tree], x: Array, length: int) -> Tree:
+    """Rows of lanes are turned, and so are the numbers of the rows that stood side by side in them. Turned once, or XLA
+    takes what is cut out of the columns out of the lanes.
+    """
+    whole = x.size // LANES * LANES
+    columns = lax.optimization_barrier(lax.optimization_barrier(x[:whole]).reshape(-1, LANES).T)
+    numbers = jax.vmap(of, in_axes=-1, out_axes=-1)(columns.reshape(LANES // length, length, -1))
+    rest = of(x[whole:].reshape(-1, length))
+    return jax.tree.map(lambda each, more: jnp.concatenate([_end_to_end(each), more]), numbers, rest)
 
 
 def to_short_rows(each: Array, length: int) -> Array:

@@ -25,7 +25,7 @@ from jax import lax
 
 from jaxcomp import select_cpu
 from jaxcomp.arrays import finite, wide
-from jaxcomp.backend import form, lanes, materialized, only_if, running
+from jaxcomp.backend import form, lanes, materialized, of_short_rows, only_if, running
 from jaxcomp.norms import max_abs
 
 __all__ = [
@@ -150,7 +150,36 @@ def indices_of_words(words: Array, capacity: int, size: int) -> tuple[Array, Arr
     """
     if capacity == 0 or words.shape[0] == 0:
         return jnp.full((capacity,), size, I32), count_words(words)
-    return form(_found, on_gpu=_written if capacity > words.shape[0] else None)(words, capacity, size)
+    on_gpu = _written if capacity > words.shape[0] else _found
+    return form(_found_by_packs, on_cpu=_found, on_gpu=on_gpu)(words, capacity, size)
+
+
+def _found_by_packs(words: Array, capacity: int, size: int) -> tuple[Array, Array]:
+    """`indices_of_words` for TPUs, which pad an axis of few words to 128 lanes: one number for each four words, and one
+    for four such fours, says how many bits are below each of them.
+    """
+    words = jnp.pad(words, (0, -words.shape[0] % (16 * lanes())))
+    counts, packs = lax.population_count(words), []
+    for bits, places in ((8, 0.5), (10, 16)):  # of which four parts, and the places of a word, as in `FANS`
+        if places * capacity > words.shape[0]:
+            break
+        pack, counts = of_short_rows(functools.partial(_packed, bits=bits), counts, 4)
+        packs.append((pack, bits))
+    block, start, total = select_cpu.block_of_rank(counts.astype(I32), capacity)
+    rank = lax.iota(I32, capacity)
+    left = rank - start
+    for pack, bits in reversed(packs):
+        mine = pack[block]
+        below = [((mine >> U32(i * bits)) & U32(2**bits - 1)).astype(I32) for i in range(3)]
+        block = 4 * block + sum((left >= each).astype(I32) for each in below)
+        left = left - functools.reduce(jnp.maximum, [jnp.where(left >= each, each, 0) for each in below])
+    return jnp.where(rank < total, 32 * block + _bit_of_rank(words[block], left), size), total
+
+
+def _packed(rows: Array, bits: int) -> tuple[Array, Array]:
+    """The sums of the first one, two and three counts of each row, u32[b, 4], in one number; and of all four."""
+    own = [sum(2 ** (bits * later) for later in range(i, 3)) for i in range(4)]  # in which sums a count is
+    return jnp.sum(rows * jnp.asarray(own, U32), axis=-1, dtype=U32), jnp.sum(rows, axis=-1, dtype=U32)
 
 
 def _written(words: Array, capacity: int, size: int) -> tuple[Array, Array]:
@@ -169,7 +198,7 @@ def _written(words: Array, capacity: int, size: int) -> tuple[Array, Array]:
 
 
 def _found(words: Array, capacity: int, size: int) -> tuple[Array, Array]:
-    """`indices_of_words`, place by place."""
+    """`indices_of_words` for CPUs, and for GPUs and few places, place by place."""
     # Of few places each looks for its word in a block of words; of many, one for each word is found at once.
     fan = next((fan for fan, places in FANS if places * capacity <= words.shape[0]), 1)
     blocks = -(-words.shape[0] // fan)

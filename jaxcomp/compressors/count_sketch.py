@@ -42,7 +42,7 @@ def count_sketch(ratio: float | None = None, *, rows: int = 1, columns: int | No
 
     Args:
         ratio: counters in all rows together as a share of d, in (0, 1]: c = max(1, floor(ratio d / r)).
-        rows: r, 1 to 64. The error depends on r c alone.
+        rows: r, 1 to 64. The bound depends on r c alone; of equal r c fewer rows are better.
         columns: c instead of the ratio.
 
     Returns:
@@ -124,21 +124,27 @@ def counters(key: Array, row: int, indices: Array, columns: int) -> tuple[Array,
     any hash, and those of one block never do; and what is added, and read, is runs of memory. The sign is a bit of a
     hash of the entry.
     """
-    places = indices.astype(U32)
-    at = places % U32(columns) + _offsets(key, row, places // U32(columns), columns)
-    return jnp.where(at >= columns, at - U32(columns), at).astype(jnp.int32), _signs(key, places, [row])[0]
+    return _counters(_words(key), row, indices.astype(U32), columns)
 
 
-def _offsets(key: Array, row: Any, blocks: Array, columns: int) -> Array:
+def _words(key: Array) -> Array:
+    """The key as words, which several hashes may read, and which a loop may hold, under `jax_debug_key_reuse`, too."""
+    return jax.random.key_data(wrap_key(key)).reshape(-1)
+
+
+def _counters(words: Array, row: int, places: Array, columns: int) -> tuple[Array, Array]:
+    at = places % U32(columns) + _offsets(words, row, places // U32(columns), columns)
+    return jnp.where(at >= columns, at - U32(columns), at).astype(jnp.int32), _signs(words, places, [row])[0]
+
+
+def _offsets(words: Array, row: Any, blocks: Array, columns: int) -> Array:
     """How far each block is shifted in a row: u32."""
-    words = jax.random.key_data(wrap_key(key)).reshape(-1)
     mixed = fmix32(blocks.astype(U32) ^ words[-1]) + words[0] + U32(GOLDEN) * (U32(1) + jnp.asarray(row, U32))
     return multiply_high(fmix32(fmix32(mixed) ^ words[-1]), U32(columns))
 
 
-def _signs(key: Array, places: Array, rows: Sequence[int]) -> list[Array]:
+def _signs(words: Array, places: Array, rows: Sequence[int]) -> list[Array]:
     """Whether the sign of each entry is negative, for each of these rows: bits of a word that 32 rows share."""
-    words = jax.random.key_data(wrap_key(key)).reshape(-1)
     start = fmix32(places ^ words[0]) + words[-1]
     hashes = {part: fmix32(start + U32(part * GOLDEN % 2**32)) for part in {row // 32 for row in rows}}
     return [(hashes[row // 32] >> U32(row % 32)) & U32(1) == 1 for row in rows]
@@ -162,51 +168,53 @@ def sketch_of(key: Array, x: Array, rows: int, columns: int) -> Array:
     """S(x) of a vector f[d], f[r, c] in its dtype."""
     if not columns or not x.shape[0]:
         return jnp.zeros((rows, columns), x.dtype)
-    unit = room(-(-x.shape[0] // columns))  # so that no sum on the way overflows: of opposite infinities it were NaN
-    by_gather = functools.partial(_sketch_by_gather, rows, columns, unit)
-    by_block = row_by_row(functools.partial(_sketch_by_block, rows, columns, unit))
-    return form(by_block if columns >= SHORT else by_gather, on_gpu=by_gather)(key, x) / unit
+    by_gather = functools.partial(_sketch_by_gather, rows, columns)
+    by_block = row_by_row(functools.partial(_sketch_by_block, rows, columns))
+    return form(by_block if columns >= SHORT else by_gather, on_gpu=by_gather)(_words(key), x)
 
 
-def _sketch_by_gather(rows: int, columns: int, unit: float, key: Array, x: Array) -> Array:
-    """Each counter adds up its entry of every block: one reduction, whatever the number of blocks."""
+def _sketch_by_gather(rows: int, columns: int, words: Array, x: Array) -> Array:
+    """Each counter adds up its entry of every block: one reduction, whatever the number of blocks. Its parts are
+    saturated, since of opposite infinities they were NaN together.
+    """
     shape = (-(-x.shape[0] // columns), columns)
     start, counter = lax.broadcasted_iota(U32, shape, 0) * U32(columns), lax.broadcasted_iota(U32, shape, 1)
 
     def one(row):
-        offset = _offsets(key, row, jnp.arange(shape[0]), columns)[:, None]
+        offset = jnp.broadcast_to(_offsets(words, row, jnp.arange(shape[0]), columns)[:, None], shape)
         place = start + jnp.where(counter < offset, counter + U32(columns), counter) - offset
-        found, negative = x.at[place].get(mode="fill", fill_value=0) * unit, _signs(key, place, [row])[0]
-        return jnp.sum(jnp.where(negative, -found, found), axis=0)
+        found, negative = x.at[place].get(mode="fill", fill_value=0), _signs(words, place, [row])[0]
+        added = jnp.where(negative, -found, found)
+        return lax.reduce(added, jnp.zeros((), x.dtype), lambda a, b: bounded(a + b), (0,))
 
     return jnp.stack([one(row) for row in range(rows)])
 
 
-def _sketch_by_block(rows: int, columns: int, unit: float, key: Array, x: Array) -> Array:
+def _sketch_by_block(rows: int, columns: int, words: Array, x: Array) -> Array:
     """Each block is added, as it stands, to two rounds of the counters, at its offset; these are added in the end."""
 
     def add(start, signs, offsets, totals):
         part, after = lax.dynamic_slice_in_dim(x, start, signs[0].size), []
         for total, negative, offset in zip(totals, signs, offsets, strict=True):
-            signed = part * jnp.where(negative, -unit, unit).astype(x.dtype)
-            now = lax.dynamic_slice_in_dim(total, offset, part.size) + signed
+            now = lax.dynamic_slice_in_dim(total, offset, part.size) + jnp.where(negative, -part, part)
             after.append(lax.dynamic_update_slice_in_dim(total, now, offset, 0))
         return after
 
     totals = [jnp.zeros_like(x, shape=(2 * columns,)) for _ in range(rows)]
-    totals = _for_each_block(key, x.shape[0], rows, columns, add, totals)
-    return jnp.stack([total[:columns] + total[columns:] for total in totals])
+    totals = _for_each_block(words, x.shape[0], rows, columns, add, totals)
+    return bounded(jnp.stack([bounded(total[:columns]) + bounded(total[columns:]) for total in totals]))
 
 
-def _for_each_block(key: Array, size: int, rows: int, columns: int, step: Callable[..., Any], carry: Any) -> Any:
+def _for_each_block(words: Array, size: int, rows: int, columns: int, step: Callable[..., Any], carry: Any) -> Any:
     """step(first entry, signs and offset of each row, carry), for one block after the other, of which the last one may
     be shorter."""
     whole, rest = size // columns, size % columns
-    offsets = _offsets(key, jnp.arange(rows)[:, None], jnp.arange(whole + 1), columns).astype(jnp.int32)
+    row, block = (lax.broadcasted_iota(U32, (rows, whole + 1), axis) for axis in (0, 1))
+    offsets = _offsets(words, row, block, columns).astype(jnp.int32)
 
     def one(block, count, carry):
         start = block * columns
-        signs = _signs(key, jnp.asarray(start, U32) + lax.iota(U32, count), range(rows))
+        signs = _signs(words, jnp.asarray(start, U32) + lax.iota(U32, count), range(rows))
         return step(start, signs, list(offsets[:, block]), carry)
 
     carry = lax.fori_loop(0, whole, lambda block, carry: one(block, columns, carry), carry) if whole else carry
@@ -222,15 +230,15 @@ def estimates(key: Array, sketch: Array, size: int, join: Callable[[list[Array]]
     if not columns or not size:
         return join([jnp.zeros((size,), sketch.dtype)] * rows)
 
-    def by_gather(key: Array, sketch: Array) -> Array:
+    def by_gather(words: Array, sketch: Array) -> Array:
         def one(row: int) -> Array:
-            place, negative = counters(key, row, lax.iota(jnp.int32, size), columns)
+            place, negative = _counters(words, row, lax.iota(U32, size), columns)
             sign = jnp.where(negative, -1, 1).astype(sketch.dtype)  # XLA for GPUs writes what a choice reads twice
             return sketch[row].at[place].get(mode="promise_in_bounds") * sign
 
         return join([one(row) for row in range(rows)])
 
-    def by_block(key: Array, sketch: Array) -> Array:
+    def by_block(words: Array, sketch: Array) -> Array:
         twice = [jnp.concatenate([sketch[row]] * 2) for row in range(rows)]
 
         def read(start, signs, offsets, out):
@@ -238,6 +246,6 @@ def estimates(key: Array, sketch: Array, size: int, join: Callable[[list[Array]]
             found = [jnp.where(negative, -part, part) for negative, part in zip(signs, parts, strict=True)]
             return lax.dynamic_update_slice_in_dim(out, join(found), start, 0)
 
-        return _for_each_block(key, size, rows, columns, read, jnp.zeros_like(sketch, shape=(size,)))
+        return _for_each_block(words, size, rows, columns, read, jnp.zeros_like(sketch, shape=(size,)))
 
-    return form(row_by_row(by_block) if columns >= SHORT else by_gather, on_gpu=by_gather)(key, sketch)
+    return form(row_by_row(by_block) if columns >= SHORT else by_gather, on_gpu=by_gather)(_words(key), sketch)

@@ -63,6 +63,31 @@ def test_runs_and_reductions_make_one_sketch(size, columns, key, seed, monkeypat
     np.testing.assert_array_equal(read[0], back[0] + 100 * back[1] - 7 * back[2])
 
 
+def test_sums_saturate_and_tiny_entries_count(key, monkeypatch):
+    largest = float(np.finfo(np.float32).max)
+    for short in (0, 2**31):
+        monkeypatch.setattr(count_sketch_file, "SHORT", short)
+        assert np.all(np.isfinite(sketch_of(key, jnp.full(3000, largest), 2, 7)))
+        tiny = np.asarray(sketch_of(key, jnp.full(3000, 5e-36), 2, 7))
+        assert np.max(np.abs(tiny)) > 5e-36
+
+
+@pytest.mark.parametrize(("flag", "value"), [("jax_debug_key_reuse", True), ("jax_numpy_rank_promotion", "raise")])
+@pytest.mark.parametrize("algorithm", [jc.direct(jc.count_sketch(0.6)), jc.fetch_sgd(k=5, sketch=0.9, rows=1)])
+def test_flags_where_rows_are_long(algorithm, flag, value):
+    """With as many counters as real models have: rows of the laws are shorter than `SHORT`."""
+    before = getattr(jax.config, flag)
+    jax.config.update(flag, value)
+    try:
+        tx = jc.compressed_mean(algorithm, AXIS)
+        state, axes = jc.init_state(tx, jnp.ones(3000), 2, AXIS)
+        step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))
+        step(jnp.ones((2, 3000)), state)
+        run_shard_map(tx, jnp.ones(3000), jnp.ones((1, 2, 3000)))
+    finally:
+        jax.config.update(flag, before)
+
+
 def test_signs_of_many_rows_are_independent(key):
     bits = np.array([np.asarray(counters(key, row, jnp.arange(20_000), 7)[1]) for row in range(64)])
     likeness = np.corrcoef(bits) - np.eye(64)
