@@ -35,6 +35,7 @@ from jaxcomp.base import State, accumulate, entries, for_worker
 from jaxcomp.exchange import collectives, driver
 from jaxcomp.groups import Layout, groups_of, split
 from jaxcomp.norms import block_norms
+from jaxcomp.select import indices_of_words, mask_words
 
 SIZES = [5, 1, 0, 40, 7]
 
@@ -480,7 +481,7 @@ def test_columns_that_a_tpu_cuts_out_of_rows_of_lanes(sizes, seed):
     jax.tree.map(np.testing.assert_array_equal, cut, np.split(rows, np.cumsum(sizes), axis=1)[: len(sizes)])
 
 
-@pytest.mark.parametrize("length", [8, 16, 32, 64, 96, 128, 256, 384, 512, 4096, 16384, 20480])
+@pytest.mark.parametrize("length", [2, 4, 8, 16, 32, 64, 96, 128, 256, 384, 512, 4096, 16384, 20480])
 @pytest.mark.parametrize("count", [0, 1, 3, 127, 300])
 def test_numbers_of_rows_on_a_tpu_are_those_of_numpy(count, length, seed):
     """Repeated over the entries of their rows, added up and compared along them; sums of integers are exact."""
@@ -495,3 +496,14 @@ def test_numbers_of_rows_on_a_tpu_are_those_of_numpy(count, length, seed):
         "tpu", lambda x: of_short_rows(lambda rows: block_norms(rows, 2), x, length), jnp.asarray(rows.ravel())
     )
     np.testing.assert_array_equal(norms, np.sqrt((rows**2).sum(axis=1)))
+
+
+@pytest.mark.parametrize("size", [1, 33, 4097, 65_537])
+@pytest.mark.parametrize("share", [0.0, 0.002, 0.3, 1.0])
+def test_places_of_bits_on_a_tpu_are_those_on_a_cpu(size, share, seed):
+    """For few places in blocks of sixteen words, for more in blocks of four, for many word by word."""
+    words = mask_words(jnp.asarray(np.random.default_rng(seed).random(size) < share))
+    for capacity in sorted({1, -(-size // 600), -(-size // 40), size}):
+        found = functools.partial(indices_of_words, capacity=capacity, size=size)
+        for here, there in zip(found(words), made_for("tpu", found, words), strict=True):
+            np.testing.assert_array_equal(there, here)
