@@ -179,7 +179,7 @@ def _found_by_packs(words: Array, capacity: int, size: int) -> tuple[Array, Arra
 def _packed(rows: Array, bits: int) -> tuple[Array, Array]:
     """The sums of the first one, two and three counts of each row, u32[b, 4], in one number; and of all four."""
     own = [sum(2 ** (bits * later) for later in range(i, 3)) for i in range(4)]  # in which sums a count is
-    return jnp.sum(rows * jnp.asarray(own, U32), axis=-1, dtype=U32), jnp.sum(rows, axis=-1, dtype=U32)
+    return jnp.sum(rows * jnp.asarray([own], U32), axis=-1, dtype=U32), jnp.sum(rows, axis=-1, dtype=U32)
 
 
 def _written(words: Array, capacity: int, size: int) -> tuple[Array, Array]:
