@@ -68,13 +68,12 @@ def of_short_rows(of: Callable[[Array], Tree], x: Array, length: int) -> Tree:
 
 def _of_very_short_rows(of: Callable[[Array], Tree], x: Array, length: int) -> Tree:
     """Rows of lanes are turned, and so are the numbers of the rows that stood side by side in them. Turned once, or XLA
-    takes what is cut out of the columns out of the lanes.
+    takes what is cut out of the columns out of the lanes; and filled up, or it lays all rows out for those of the rest.
     """
-    whole = x.size // LANES * LANES
-    columns = lax.optimization_barrier(lax.optimization_barrier(x[:whole]).reshape(-1, LANES).T)
+    lanes = jnp.pad(x, (0, -x.size % LANES)).reshape(-1, LANES)
+    columns = lax.optimization_barrier(lax.optimization_barrier(lanes).T)
     numbers = jax.vmap(of, in_axes=-1, out_axes=-1)(columns.reshape(LANES // length, length, -1))
-    rest = of(x[whole:].reshape(-1, length))
-    return jax.tree.map(lambda each, more: jnp.concatenate([_end_to_end(each), more]), numbers, rest)
+    return jax.tree.map(lambda each: _end_to_end(each)[: x.size // length], numbers)
 
 
 def to_short_rows(each: Array, length: int) -> Array:

@@ -158,9 +158,9 @@ def _found_by_packs(words: Array, capacity: int, size: int) -> tuple[Array, Arra
     """`indices_of_words` for TPUs, which pad an axis of few words to 128 lanes: one number for each four words, and one
     for four such fours, says how many bits are below each of them.
     """
-    words = jnp.pad(words, (0, -words.shape[0] % (16 * lanes())))
+    words = jnp.pad(words, (0, -words.shape[0] % 16))
     counts, packs = lax.population_count(words), []
-    for bits, places in ((8, 0.5), (10, 16)):  # of which four parts, and the places of a word, as in `FANS`
+    for bits, (_, places) in zip((8, 10), reversed(FANS), strict=True):  # of a sum of four counts, or of sixteen
         if places * capacity > words.shape[0]:
             break
         pack, counts = of_short_rows(functools.partial(_packed, bits=bits), counts, 4)

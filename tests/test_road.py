@@ -114,8 +114,8 @@ ROAD = ["transforms/compressed_mean.py", "exchange/driver.py", "groups.py"]
 ERROR_FEEDBACK = ["algorithms/error_feedback.py", "compressors/sparsify.py", "select.py", "exchange/routes/route.py"]
 DIRECT = ["algorithms/direct.py", "compressors/dense.py", "exchange/routes/route.py"]
 ROADS = {
-    "error_feedback(top_k)": (ROAD + ERROR_FEEDBACK, Walk([""] * 15, 220, 160, 312)),
-    "direct(identity)": (ROAD + DIRECT, Walk([""] * 12, 174, 93, 226)),
+    "error_feedback(top_k)": (ROAD + ERROR_FEEDBACK, Walk([""] * 15, 217, 161, 310)),
+    "direct(identity)": (ROAD + DIRECT, Walk([""] * 12, 165, 92, 220)),
 }
 
 

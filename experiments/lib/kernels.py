@@ -289,7 +289,7 @@ def _ask(known: dict[str, Instruction], each: Instruction, need: dict[str, float
             source = _through(known, name)
             wide = bits_of(contents_of(source.type)[0].dtype) / 8
             distinct, by_place = _read_for(known, inputs[1])
-            if 0 < distinct < asked / window:  # neighbours read the same place, as in a slice, or neighbouring ones
+            if 0 < distinct < asked / window:  # neighbours read one place, or, by their own place, neighbouring ones
                 more = asked if by_place else distinct * window
             elif source.op == "parameter" and window * wide < SECTOR and whole * wide > CACHED:
                 scattered[source.name] = scattered.get(source.name, 0.0) + asked / window * SECTOR

@@ -561,15 +561,19 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], c
     compressor, like = parcel.compressor, jax.ShapeDtypeStruct(parcel.like.shape, wide(parcel.like.dtype))
     if arrived.mean is not None:
         return arrived.mean
+    if arrived.payloads is None:
+
+        def decode(total: Any, shared: Any) -> Any:
+            x_hat = compressor.decompress(total, for_worker(compressor, shared, 0, 1), like)
+            check_decoded(compressor.spec.name, x_hat, like)
+            return x_hat
+
+        return way.mean_of(varying(on_equal_types(decode, arrived.total, parcel.shared), way.outer))
     weights = way.weights
     if weights is None:
         weights = jnp.full((way.workers,), way.share, like.dtype)
 
-    def decoded(payloads: Any, weights: Any, shared: Any) -> Any:
-        if arrived.payloads is None:  # it has been added up
-            x_hat = compressor.decompress(payloads, for_worker(compressor, shared, 0, 1), like)
-            check_decoded(compressor.spec.name, x_hat, like)
-            return x_hat
+    def total(payloads: Any, weights: Any, shared: Any) -> Any:
         if cut and like.size >= LONG and compressor.entries is not None:
             found = compressor.entries(payloads, weights, shared, like)
             if is_lazy(found):
@@ -577,11 +581,9 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], c
         return add(like, payloads, weights, shared)
 
     def made(payloads: Any) -> Any:
-        found = varying(on_equal_types(decoded, payloads, weights, parcel.shared), way.outer)
+        found = varying(on_equal_types(total, payloads, weights, parcel.shared), way.outer)
         return way.mean_of(found)
 
-    if arrived.payloads is None:
-        return made(arrived.total)
     if cut and compressor.spec.entrywise and is_apart(like.size, cut.sizes):
         return made_in_pieces(made, arrived.payloads, cut.sizes, cut.dtype)
     payloads = all_there(arrived.payloads)

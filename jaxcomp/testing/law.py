@@ -108,14 +108,18 @@ def equal(what: str, got: Any, want: Any, rtol: float = 0, atol: float = 0) -> N
 
 
 def same_bits(what: str, got: Any, want: Any) -> None:
-    """Holds two trees to the same structure, dtypes and bits."""
-    equal(what, got, want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        a, b = np.asarray(a), np.asarray(b)
-        if a.dtype != b.dtype:
-            broken(f"{what}; dtype {a.dtype} instead of {b.dtype}")
+    """Holds two trees to the same structure, shapes, dtypes and bits."""
+    if jax.tree.structure(got) != jax.tree.structure(want):
+        broken(f"{what}; {differ(got, want)}")
+    for (path, b), a in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
+        a, b, where = np.asarray(a), np.asarray(b), jax.tree_util.keystr(path)
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            broken(f"{what}; {where} comes back as {a.dtype}{list(a.shape)} for {b.dtype}{list(b.shape)}")
         if a.tobytes() != b.tobytes():
-            broken(f"{what}; the numbers are equal, and their bits differ: signs of zeros, or NaN")
+            found = _close(a, b, 0, 0)
+            broken(
+                f"{what}; in {where} {found or 'the numbers are equal, and their bits differ: signs of zeros, or NaN'}"
+            )
 
 
 def is_rounding(got: Any, want: Any) -> bool:

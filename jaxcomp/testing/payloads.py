@@ -19,7 +19,7 @@ from jaxcomp.payloads.registry import (
     num_entries,
     per_tile,
 )
-from jaxcomp.testing.law import all_hold, broken
+from jaxcomp.testing.law import all_hold, broken, same_bits
 from jaxcomp.wire.frame import seal, unseal
 
 __all__ = ["PAYLOAD_LAWS", "check_payload"]
@@ -69,25 +69,11 @@ class _Tried:
         self.places = np.sort(rng.choice(len(self.body), count, replace=False)).tolist()
 
 
-def _difference(got: Any, want: Any) -> str | None:
-    """Says how two payloads differ, bit for bit; None where they do not."""
-    if jax.tree.structure(got) != jax.tree.structure(want):
-        return f"{jax.tree.structure(got)} comes back for {jax.tree.structure(want)}"
-    leaves = jax.tree_util.tree_leaves_with_path(want)
-    for (path, a), b in zip(leaves, map(np.asarray, jax.tree.leaves(got)), strict=True):
-        where = jax.tree_util.keystr(path)
-        if (a.dtype, a.shape) != (b.dtype, b.shape):
-            return f"{where} comes back as {b.dtype}{list(b.shape)} for {a.dtype}{list(a.shape)}"
-        if a.tobytes() != b.tobytes():
-            return f"{where} comes back with other numbers"
-    return None
-
-
 def _bytes(tried: _Tried) -> None:
     """The bytes of each code bring it back, bit for bit."""
     for code in CODES:
-        if found := _difference(wire.decode(wire.encode(tried.payload, code=code)), tried.payload):
-            broken(f'wire.decode(wire.encode(payload, code="{code}")) is the payload; {found}')
+        said = f'wire.decode(wire.encode(payload, code="{code}")) is the payload'
+        same_bits(said, wire.decode(wire.encode(tried.payload, code=code)), tried.payload)
 
 
 def _bits(tried: _Tried) -> None:
@@ -115,8 +101,8 @@ def _words(tried: _Tried) -> None:
     if used > message.words.size:
         broken(f"no more words are used than there are; {used} of {message.words.size}")
     for words in (message.words, message.words[: max(used, 1)]):
-        if found := _difference(jax.jit(lambda w: decode_message(w, tried.payload))(words), tried.payload):
-            broken(f"decode_message(encode_message(payload).words) is the payload; {found}")
+        back = jax.jit(lambda w: decode_message(w, tried.payload))(words)
+        same_bits("decode_message(encode_message(payload).words) is the payload", back, tried.payload)
 
 
 def _arrays(tried: _Tried) -> None:
@@ -140,8 +126,9 @@ def _survives(body: bytes, what: str) -> None:
         return
     except Exception as error:
         broken(f"{what} ends in a payload or in WireError; got {type(error).__name__}: {error}")
-    if found := _difference(wire.decode(wire.encode(payload)), payload):
-        broken(f"{what} ends in a payload that survives the wire, or in WireError; {found}")
+    same_bits(
+        f"{what} ends in a payload that survives the wire, or in WireError", wire.decode(wire.encode(payload)), payload
+    )
 
 
 def _cuts(tried: _Tried) -> None:
