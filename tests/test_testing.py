@@ -272,9 +272,7 @@ def test_a_rounding_is_told_from_a_broken_payload():
 def test_a_payload_has_its_bits_after_the_wire(monkeypatch):
     negative = IDENTITY._replace(compress=lambda key, x, state: (Dense(-jnp.zeros_like(x)), ()))
     monkeypatch.setattr(jc.wire, "decode", lambda data: Dense(np.zeros(300, np.float32)))
-    with pytest.raises(
-        jc.testing.LawBroken, match="bit for bit; in .values the numbers are equal, and their bits differ"
-    ):
+    with pytest.raises(jc.testing.LawBroken, match=r"in \.values the numbers are equal, and their bits differ"):
         jc.testing.check(negative, laws=["wire"])
 
 

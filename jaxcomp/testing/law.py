@@ -116,10 +116,8 @@ def same_bits(what: str, got: Any, want: Any) -> None:
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             broken(f"{what}; {where} comes back as {a.dtype}{list(a.shape)} for {b.dtype}{list(b.shape)}")
         if a.tobytes() != b.tobytes():
-            found = _close(a, b, 0, 0)
-            broken(
-                f"{what}; in {where} {found or 'the numbers are equal, and their bits differ: signs of zeros, or NaN'}"
-            )
+            found = _close(a, b, 0, 0) or "the numbers are equal, and their bits differ: signs of zeros, or NaN"
+            broken(f"{what}; in {where} {found}")
 
 
 def is_rounding(got: Any, want: Any) -> bool:
