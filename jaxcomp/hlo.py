@@ -15,12 +15,12 @@ __all__ = [
     "Contents",
     "Instruction",
     "Sources",
-    "arrays_of",
     "bits_of",
     "called",
     "contents_of",
     "device_groups",
     "parse_instruction",
+    "read_by",
     "split_list",
     "trip_count",
     "without_metadata",
@@ -98,11 +98,8 @@ def iota(text: str) -> np.ndarray:
 def mesh_groups(devices: np.ndarray, sizes: dict[str, int], used: list[tuple[str, str, str]]) -> np.ndarray:
     """Groups over some axes of a mesh, one a row.
 
-    Args:
-        devices: their numbers in the order of the mesh.
-        sizes: of all axes, in order.
-        used: (axis, before, size): the part of an axis that is left when it is cut into [before, size, rest]; before
-            and size are empty for the whole axis.
+    devices: their numbers in the order of the mesh. sizes: of all axes, in order. used: (axis, before, size): the part
+    of an axis that is left when it is cut into [before, size, rest]; before and size are empty for the whole axis.
     """
     lengths: list[int] = []
     together: list[bool] = []
@@ -157,6 +154,11 @@ def split_list(text: str) -> list[str]:
     return [part for part in [*parts, text[start:].strip()] if part]
 
 
+def read_by(instruction: Instruction) -> list[str]:
+    """Names of the operands of an instruction."""
+    return [part.split()[-1].lstrip("%") for part in split_list(instruction.operands)]
+
+
 def called(attributes: str, kind: str) -> list[str]:
     """Names of the computations that an attribute refers to."""
     found = re.search(rf"\b{kind}=(\{{[^}}]*\}}|%?[\w.\-]+)", attributes)
@@ -177,11 +179,6 @@ def trip_count(attributes: str) -> int | None:
 
 
 ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,<=]*)\](?:\{([\d,]*)(?::([^}]*))?\})?")
-
-
-def arrays_of(type_: str) -> list[tuple[str, tuple[int, ...]]]:
-    """(dtype, shape) of each array in a type; tuples are flattened, layouts ignored."""
-    return [(each.dtype, each.shape) for each in contents_of(type_)]
 
 
 def contents_of(type_: str) -> list[Contents]:

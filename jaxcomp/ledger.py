@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxcomp.hlo import Instruction, arrays_of, called, split_list
-from jaxcomp.program import SENT, Module, Row
+from jaxcomp.program import Module, Row, total_of
 
-__all__ = ["SENT", "Instruction", "Ledger", "Module", "Row", "arrays_of", "called", "ledger", "read", "split_list"]
+__all__ = ["Ledger", "Row", "ledger", "read"]
 
 
 class Ledger(NamedTuple):
@@ -50,7 +49,7 @@ class Ledger(NamedTuple):
     @property
     def unknown_bytes(self) -> float:
         """How many of `total_bytes` are those of unknown rows: what a device contributes to them."""
-        return float(sum(row.sent_bytes for row in self.unknown if row.counted))
+        return total_of(self.unknown)
 
     @property
     def slice_bytes(self) -> float:
@@ -157,5 +156,5 @@ def read(text: str, devices: Sequence[Any] = ()) -> Ledger:
             follow one another in the mesh.
     """
     module = Module(text, devices)
-    rows, total = module.walk(module.entry, 1, "")
-    return Ledger(tuple(rows), float(total))
+    rows = module.walk(module.entry)
+    return Ledger(tuple(rows), total_of(rows))

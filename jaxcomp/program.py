@@ -5,7 +5,7 @@ Bytes follow the models that `jaxcomp.ledger` lists.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,12 +19,13 @@ from jaxcomp.hlo import (
     contents_of,
     device_groups,
     parse_instruction,
+    read_by,
     split_list,
     trip_count,
 )
-from jaxcomp.transfers import DeviceNumbers, pairs_of_send, rendezvous_of, targets, transfer_of, unknown_kind
+from jaxcomp.transfers import DeviceNumbers, Transfer, pairs_of_send, rendezvous_of, targets, transfer_of, unknown_kind
 
-__all__ = ["SENT", "Module", "Row"]
+__all__ = ["SENT", "UNKNOWN", "Module", "Row", "total_of"]
 
 SENT: dict[str, Callable[[int, int], float]] = {
     "all-gather": lambda b, g: (g - 1) * b,
@@ -38,23 +39,7 @@ SENT: dict[str, Callable[[int, int], float]] = {
 
 UNKNOWN = "unknown: "
 # Instructions that take time: others move nothing, or little.
-COMPUTES = frozenset(
-    [
-        "fusion",
-        "dot",
-        "convolution",
-        "custom-call",
-        "while",
-        "conditional",
-        "call",
-        "reduce",
-        "reduce-window",
-        "sort",
-        "scatter",
-        "gather",
-        "fft",
-    ]
-)
+COMPUTES = "call conditional convolution custom-call dot fft fusion gather reduce reduce-window scatter sort while"
 PACKAGE = f"{Path(__file__).parent}/"
 
 
@@ -91,8 +76,8 @@ class Row(NamedTuple):
     group_size: int
     operand_bytes: int
     sent_bytes: float
-    times: int | None
-    branch: str
+    times: int | None = 1
+    branch: str = ""
     counted: bool = True
     groups: tuple[tuple[int, ...], ...] = ()
     physical_bytes: int = 0
@@ -157,30 +142,26 @@ class Module:
         named = [number for attributes in sends for group in targets(attributes) for number, _ in group]
         self.places = DeviceNumbers(self.devices, max(named, default=0) + 1, devices)
 
-    def walk(self, computation: str, times: int | None, branch: str) -> tuple[list[Row], float]:
-        """Rows and bytes of a computation and all that it calls."""
+    def walk(self, computation: str, times: int | None = 1, branch: str = "") -> list[Row]:
+        """Rows of a computation and all that it calls."""
         rows: list[Row] = []
-        total = 0.0
         for instruction in self.computations.get(computation, {}).values():
             attributes = instruction.attributes
             op = instruction.op.removesuffix("-start")
             if op in SENT or op == "send" or unknown_kind(instruction, False):
-                source = self.sources.of(attributes, PACKAGE)
-                made = self.rows_of(op, instruction, computation, times, branch)
-                beside = self.beside(instruction, computation)
-                more = [row._replace(source=source, beside=beside) for row in made]
-                rows += more
-                total += sum(row.sent_bytes for row in more)
+                source, beside = self.sources.of(attributes, PACKAGE), self.beside(instruction, computation)
+                often = 1 if times is None else times
+                for row in self.rows_of(op, instruction, computation):
+                    sent, from_slice = row.sent_bytes * often, row.slice_bytes * often
+                    row = row._replace(sent_bytes=sent, slice_bytes=from_slice, times=times, branch=branch)
+                    rows.append(row._replace(source=source, beside=beside))
             elif op == "while":
                 trips, inside = self.trips(instruction, computation), branch
                 if trips is None and self.is_condition(instruction):
                     trips, inside = 1, f"{branch}/{instruction.name}[1]".lstrip("/")
                 inner = None if trips is None or times is None else times * trips
-                names = called(attributes, "condition") + called(attributes, "body")
-                parts = [self.walk(name, inner, inside) for name in names]
-                more, sent = [row for rows, _ in parts for row in rows], sum(sent for _, sent in parts)
-                rows += more
-                total += sent
+                for name in condition_and_body(instruction):
+                    rows += self.walk(name, inner, inside)
             elif op == "conditional":
                 arms = called(attributes, "branch_computations") or (
                     called(attributes, "true_computation") + called(attributes, "false_computation")
@@ -189,18 +170,14 @@ class Module:
                     self.walk(arm, times, f"{branch}/{instruction.name}[{number}]".lstrip("/"))
                     for number, arm in enumerate(arms)
                 ]
-                dearest = max(range(len(arms)), key=lambda number: inside[number][1], default=0)
-                for number, (more, sent) in enumerate(inside):
-                    rows += more if number == dearest else [row._replace(counted=False) for row in more]
-                    total += sent if number == dearest else 0.0
+                dearest = max(inside, key=total_of, default=[])
+                for more in inside:
+                    rows += more if more is dearest else [row._replace(counted=False) for row in more]
             elif op in ("call", "async", "fusion"):
                 for target in called(attributes, "to_apply") + called(attributes, "calls"):
-                    if op == "fusion" and self.seen_before(target):
-                        continue
-                    more, sent = self.walk(target, times, branch)
-                    rows += more
-                    total += sent
-        return rows, total
+                    if op != "fusion" or not self.seen_before(target):
+                        rows += self.walk(target, times, branch)
+        return rows
 
     def trips(self, loop: Instruction, computation: str) -> int | None:
         """How often a loop runs: as XLA says, or, of a counter that goes up by a constant to another one, by its text.
@@ -211,9 +188,9 @@ class Module:
         known = trip_count(loop.attributes)
         if known is not None:
             return known
-        (condition, *_), (body, *_) = (called(loop.attributes, name) or [""] for name in ("condition", "body"))
-        test, after = self.last(condition), self.last(body)
-        if test is None or after is None or test.op != "compare" or "direction=LT" not in test.attributes:
+        condition, body = condition_and_body(loop)
+        test = self.last(condition)
+        if test is None or self.last(body) is None or test.op != "compare" or "direction=LT" not in test.attributes:
             return None
         one, other = (read_by(test) + ["", ""])[:2]
         place, stop = self.entry_of_tuple(one, condition), self.constant(other, condition)
@@ -230,7 +207,7 @@ class Module:
 
     def is_condition(self, loop: Instruction) -> bool:
         """Whether a loop has at most one turn: a truth value that its body replaces by false is its condition."""
-        (condition, *_), (body, *_) = (called(loop.attributes, name) or [""] for name in ("condition", "body"))
+        condition, body = condition_and_body(loop)
         test = self.last(condition)
         place = self.entry_of_tuple(test.name, condition) if test is not None else None
         after = self.at("", place, body) if self.last(body) is not None else ""
@@ -289,34 +266,30 @@ class Module:
         starts, first = instruction.op.endswith("-start") or instruction.op == "send", every.index(instruction)
         if not (self.is_scheduled and starts):
             return None
-        begun = {instruction.name}
+        begun, computes = {instruction.name}, COMPUTES.split()
         if instruction.op == "send":
             name = rendezvous_of(instruction.attributes)
             begun |= {i.name for i in every if i.op == "recv" and rendezvous_of(i.attributes) == name}
         ends = [n for n, i in enumerate(every) if i.op.endswith("-done") and begun & set(read_by(i))]
         ends = [n for n in ends if every[n].op != "send-done"]
-        return sum(i.op in COMPUTES for i in every[first : max(ends)]) if ends else None
+        return sum(i.op in computes for i in every[first : max(ends)]) if ends else None
 
-    def rows_of(
-        self, op: str, instruction: Instruction, computation: str, times: int | None, branch: str
-    ) -> Iterator[Row]:
-        """Rows of an instruction that communicates, one for each array that it is given."""
-        attributes, often = instruction.attributes, 1 if times is None else times
-        transfer = transfer_of(instruction) if op == "send" else None
-        unknown = unknown_kind(instruction, op in SENT)
+    def rows_of(self, op: str, instruction: Instruction, computation: str) -> Iterator[Row]:
+        """Rows of an instruction that communicates and runs once, one for each array that it is given."""
+        attributes, unknown = instruction.attributes, unknown_kind(instruction, op in SENT)
+        pairs, transfer = ((), None) if op != "send" else (pairs_of_send(attributes), transfer_of(instruction))
         operands = self.contents(instruction, computation)
-        if transfer is not None and transfer.op is not None and transfer.groups and operands:
-            yield from self.rows_between_slices(transfer.op, instruction, computation, times, branch)
+        if transfer is not None and operands:
+            yield self.row_between_slices(transfer, operands[0], self.before_padding(instruction, computation))
             return
-        if op == "send" and pairs_of_send(attributes):
-            groups, like = pairs_of_send(attributes), "collective-permute"
+        if pairs:
+            groups, like = pairs, "collective-permute"
         elif op in SENT:
             groups, like = device_groups(op, attributes, self.devices), op
         elif op in ("recv", "infeed"):  # nothing is sent here; what is received was sent by somebody unknown
-            if op == "recv" and rendezvous_of(attributes) in self.rendezvous:
-                return
-            for each in contents_of(instruction.type)[:1]:
-                yield Row(f"{UNKNOWN}{unknown}", each.dtype, each.shape, 0, 0, 0.0, times, branch)
+            if op == "infeed" or rendezvous_of(attributes) not in self.rendezvous:
+                for each in contents_of(instruction.type)[:1]:
+                    yield Row(f"{UNKNOWN}{unknown}", each.dtype, each.shape, 0, 0, 0.0)
             return
         else:
             groups, like = device_groups(op, attributes, 0) if "replica_groups=" in attributes else (), ""
@@ -325,67 +298,50 @@ class Module:
         operands = operands or ([Contents("?", (), 0, 0)] if unknown else [])  # never silently nothing
         for each in operands[:1] if op in ("send", "ragged-all-to-all") else operands:  # then come token, or offsets
             senders = group / self.devices if like == "collective-permute" else 1
-            sent = SENT[like](each.num_bytes, group) * senders if like else float(each.physical_bytes)
             yield Row(
                 f"{UNKNOWN}{unknown}" if unknown else op,
                 each.dtype,
                 each.shape,
                 group,
                 each.num_bytes,
-                sent * often,
-                times,
-                branch,
-                True,
-                self.places.in_every_slice(groups),
-                each.physical_bytes,
+                SENT[like](each.num_bytes, group) * senders if like else float(each.physical_bytes),
+                groups=self.places.in_every_slice(groups),
+                physical_bytes=each.physical_bytes,
             )
 
-    def rows_between_slices(
-        self, op: str, instruction: Instruction, computation: str, times: int | None, branch: str
-    ) -> Iterator[Row]:
-        """The row of a `send` between slices.
+    def row_between_slices(self, transfer: Transfer, handed: Contents, logical: Contents) -> Row:
+        """The row of a `send` between slices. handed: to the host; logical: what it was before it was padded.
 
         A chip hands b bytes to its host, padding included. In a group of g chips of S slices, a chip sends SENT(b, g)
         by the model of the collective, and SENT(b, S) of it leaves its slice, which sends this for each of its chips
         that take part. With one chip of each slice in a group both are the same.
         """
-        transfer = transfer_of(instruction)
-        assert transfer is not None
-        places, often = self.places, 1 if times is None else times
-        each = self.contents(instruction, computation)[0]
-        logical = self.before_padding(instruction, computation)
-        crossing = tuple(sorted({tuple(dict.fromkeys(number for number, _ in group)) for group in transfer.groups}))
+        (op, groups), places, b = transfer, self.places, handed.physical_bytes
+        crossing = tuple(sorted({tuple(dict.fromkeys(number for number, _ in group)) for group in groups}))
         if op == "collective-permute":
-            group = len(transfer.groups)
-            sent = each.physical_bytes * group / (self.devices * places.slices)
-            from_slice = each.physical_bytes * sum(a != b for (a, _), (b, _) in transfer.groups) / places.slices
+            group, leaving = len(groups), sum(a != b for (a, _), (b, _) in groups)
+            sent, from_slice = b * group, b * leaving
         else:
-            group = max(map(len, transfer.groups))
-            slices = max(map(len, crossing))
-            taking_part = sum(map(len, transfer.groups))
-            sent = SENT[op](each.physical_bytes, group) * taking_part / (self.devices * places.slices)
-            from_slice = SENT[op](each.physical_bytes, slices) * taking_part / places.slices
-        yield Row(
+            group, taking_part = max(map(len, groups)), sum(map(len, groups))
+            sent = SENT[op](b, group) * taking_part
+            from_slice = SENT[op](b, max(map(len, crossing))) * taking_part
+        return Row(
             f"{op} between slices",
             logical.dtype,
             logical.shape,
             group,
             logical.num_bytes,
-            sent * often,
-            times,
-            branch,
-            True,
-            tuple(tuple(places.of(*chip) for chip in members) for members in transfer.groups),
-            each.physical_bytes,
-            crossing,
-            from_slice * often,
+            sent / (self.devices * places.slices),
+            groups=tuple(tuple(places.of(*chip) for chip in members) for members in groups),
+            physical_bytes=b,
+            slices=crossing,
+            slice_bytes=from_slice / places.slices,
         )
 
     def contents(self, instruction: Instruction, computation: str) -> list[Contents]:
         """Arrays that an instruction is given."""
         known, result = self.computations[computation], []
-        for operand in split_list(instruction.operands):
-            name = operand.split()[-1].lstrip("%")
+        for operand, name in zip(split_list(instruction.operands), read_by(instruction), strict=True):
             # The type stands beside the operand in some prints, else with its definition.
             result += contents_of(operand if "[" in operand else known[name].type if name in known else "")
         return [each for each in result if each.dtype != "token"]
@@ -398,11 +354,10 @@ class Module:
         smallest, seen = self.contents(instruction, computation)[0], set()
         while instruction.operands and (computation, instruction.name) not in seen:
             seen.add((computation, instruction.name))
-            name = split_list(instruction.operands)[0].split()[-1].lstrip("%")
-            before = self.computations.get(computation, {}).get(name)
+            before = self.computations.get(computation, {}).get(read_by(instruction)[0])
             if before is not None and before.op == "fusion":
                 computation = next(iter(called(before.attributes, "calls")), "")
-                before = next(reversed(self.computations.get(computation, {}).values()), None)
+                before = self.last(computation)
             arrays = contents_of(before.type) if before is not None else []
             if before is None or not arrays or arrays[0].dtype != smallest.dtype:
                 break
@@ -415,6 +370,12 @@ class Module:
         return smallest
 
 
-def read_by(instruction: Instruction) -> list[str]:
-    """Names of the operands of an instruction."""
-    return [part.split()[-1].lstrip("%") for part in split_list(instruction.operands)]
+def condition_and_body(loop: Instruction) -> tuple[str, str]:
+    """Names of the two computations of a loop; "" where the text does not say."""
+    condition, body = ((*called(loop.attributes, name), "")[0] for name in ("condition", "body"))
+    return condition, body
+
+
+def total_of(rows: Iterable[Row]) -> float:
+    """Bytes that a device sends: of the rows that are counted."""
+    return float(sum(row.sent_bytes for row in rows if row.counted))

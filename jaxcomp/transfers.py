@@ -56,119 +56,19 @@ MOST = 2**16  # chips of a slice, or slices: what names more is no target
 SLICE = 100_000  # a chip's number holds that of its slice, counted from one, times this
 
 # All instructions of HLO that do not communicate by themselves.
-LOCAL = frozenset(
-    [
-        "abs",
-        "acos",
-        "acosh",
-        "add",
-        "add-dependency",
-        "after-all",
-        "and",
-        "asin",
-        "asinh",
-        "async",
-        "atan2",
-        "atanh",
-        "batch-norm-grad",
-        "batch-norm-inference",
-        "batch-norm-training",
-        "bitcast",
-        "bitcast-convert",
-        "broadcast",
-        "call",
-        "cbrt",
-        "ceil",
-        "cholesky",
-        "clamp",
-        "compare",
-        "complex",
-        "concatenate",
-        "conditional",
-        "constant",
-        "convert",
-        "convolution",
-        "copy",
-        "cosh",
-        "cosine",
-        "count-leading-zeros",
-        "custom-call",
-        "divide",
-        "domain",
-        "dot",
-        "dynamic-reshape",
-        "dynamic-slice",
-        "dynamic-update-slice",
-        "erf",
-        "exponential",
-        "exponential-minus-one",
-        "fft",
-        "floor",
-        "fusion",
-        "gather",
-        "get-dimension-size",
-        "get-tuple-element",
-        "imag",
-        "iota",
-        "is-finite",
-        "log",
-        "log-plus-one",
-        "logistic",
-        "map",
-        "maximum",
-        "minimum",
-        "multiply",
-        "negate",
-        "not",
-        "opt-barrier",
-        "or",
-        "pad",
-        "parameter",
-        "partition-id",
-        "popcnt",
-        "power",
-        "ragged-dot",
-        "real",
-        "reduce",
-        "reduce-precision",
-        "reduce-window",
-        "remainder",
-        "replica-id",
-        "reshape",
-        "reverse",
-        "rng",
-        "rng-bit-generator",
-        "rng-get-and-update-state",
-        "round-nearest-afz",
-        "round-nearest-even",
-        "rsqrt",
-        "scaled-dot",
-        "scan",
-        "scatter",
-        "select",
-        "select-and-scatter",
-        "set-dimension-size",
-        "shift-left",
-        "shift-right-arithmetic",
-        "shift-right-logical",
-        "sign",
-        "sine",
-        "sinh",
-        "slice",
-        "sort",
-        "sqrt",
-        "stochastic-convert",
-        "subtract",
-        "tan",
-        "tanh",
-        "topk",
-        "transpose",
-        "triangular-solve",
-        "tuple",
-        "while",
-        "xor",
-    ]
-)
+NAMES = """
+abs acos acosh add add-dependency after-all and asin asinh async atan2 atanh batch-norm-grad batch-norm-inference
+batch-norm-training bitcast bitcast-convert broadcast call cbrt ceil cholesky clamp compare complex concatenate
+conditional constant convert convolution copy cosh cosine count-leading-zeros custom-call divide domain dot
+dynamic-reshape dynamic-slice dynamic-update-slice erf exponential exponential-minus-one fft floor fusion gather
+get-dimension-size get-tuple-element imag iota is-finite log log-plus-one logistic map maximum minimum multiply negate
+not opt-barrier or pad parameter partition-id popcnt power ragged-dot real reduce reduce-precision reduce-window
+remainder replica-id reshape reverse rng rng-bit-generator rng-get-and-update-state round-nearest-afz round-nearest-even
+rsqrt scaled-dot scan scatter select select-and-scatter set-dimension-size shift-left shift-right-arithmetic
+shift-right-logical sign sine sinh slice sort sqrt stochastic-convert subtract tan tanh topk transpose triangular-solve
+tuple while xor
+"""
+LOCAL = frozenset(NAMES.split())
 NAMED_SO = re.compile(
     r"nccl|rccl|nvshmem|megascale|collective|all_?reduce|all_?gather|all_?to_?all|reduce_?scatter|ppermute|multicast"
     r"|remote_?(?:copy|dma)|callback|host_?transfer|(?<![a-z])(?:send|recv|mpi|gloo)(?![a-z])"
@@ -181,11 +81,11 @@ SAYS_SO = re.compile(
 class Transfer(NamedTuple):
     """A collective between slices.
 
-    op: the collective that the hosts do, by its HLO name; None if there is none of this name.
+    op: the collective that the hosts do, by its HLO name.
     groups: chips that take part together, or pairs, as (slice, chip) counted from zero.
     """
 
-    op: str | None
+    op: str
     groups: tuple[tuple[tuple[int, int], ...], ...]
 
 
@@ -226,13 +126,11 @@ class DeviceNumbers:
 
 
 def transfer_of(instruction: Instruction) -> Transfer | None:
-    """The collective between slices that a `send` is; None if it is no such `send`."""
+    """The collective between slices that a `send` is; None where its name is unknown, or it names no chips of it."""
     kind = re.search(r'_xla_megascale_transfer_type="?(\w+)', instruction.attributes)
-    if not kind:
-        return None
-    op, groups = BETWEEN_SLICES.get(kind[1]), targets(instruction.attributes)
+    op, groups = BETWEEN_SLICES.get(kind[1]) if kind else None, targets(instruction.attributes)
     pairs = all(len(group) == 2 for group in groups)
-    return Transfer(op, groups if pairs or op != "collective-permute" else ())
+    return Transfer(op, groups) if op and groups and (pairs or op != "collective-permute") else None
 
 
 def targets(text: str) -> tuple[tuple[tuple[int, int], ...], ...]:

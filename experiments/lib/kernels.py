@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from jaxcomp.hlo import Contents, Instruction, bits_of, called, contents_of, split_list, trip_count
+from jaxcomp.hlo import Contents, Instruction, bits_of, called, contents_of, read_by, trip_count
 from jaxcomp.program import Module
 
 __all__ = ["Counted", "Kernel", "counted", "cycles"]
@@ -121,7 +121,7 @@ def _size(contents: Iterable[Contents]) -> float:
 
 def _kernel(module: Module, computation: str, each: Instruction, times: int) -> Kernel:
     known = module.computations[computation]
-    operands = [_type(known, name) for name in _operands(each)]
+    operands = [_type(known, name) for name in read_by(each)]
     if each.op == "sort" or (each.op == "fusion" and _holds(module, each, "sort")):
         once = _size(contents_of(each.type))
         return Kernel(each.name, "sort", SORT_PASSES * once, SORT_PASSES * once, 0.0, times)
@@ -141,10 +141,6 @@ def _kernel(module: Module, computation: str, each: Instruction, times: int) -> 
     return Kernel(each.name, each.op, read, written, _flops_of(each, known), times)
 
 
-def _operands(each: Instruction) -> list[str]:
-    return [part.split()[-1].lstrip("%") for part in split_list(each.operands)]
-
-
 def _type(known: dict[str, Instruction], name: str) -> str:
     return known[name].type if name in known else ""
 
@@ -152,9 +148,9 @@ def _type(known: dict[str, Instruction], name: str) -> str:
 def _has_narrow_rows(known: dict[str, Instruction]) -> bool:
     """Whether a fusion ends in sums over at most `NARROW` neighbours."""
     root = list(known.values())[-1]
-    ends = [known[name] for name in _operands(root)] if root.op == "tuple" else [root]
+    ends = [known[name] for name in read_by(root)] if root.op == "tuple" else [root]
     for each in (_through(known, end.name) for end in ends):
-        shape = contents_of(_type(known, _operands(each)[0]))[0].shape if each.op == "reduce" else ()
+        shape = contents_of(_type(known, read_by(each)[0]))[0].shape if each.op == "reduce" else ()
         if (
             shape
             and 1 < shape[-1] <= NARROW
@@ -182,7 +178,7 @@ def _flops_of(each: Instruction, known: dict[str, Instruction]) -> float:
     gemm = each.op == "custom-call" and "gemm" in each.attributes
     if each.op != "dot" and not gemm:
         return 0.0
-    kind, left = contents_of(_type(known, _operands(each)[0]))[0][:2]
+    kind, left = contents_of(_type(known, read_by(each)[0]))[0][:2]
     found = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:]\s*[\[{]([^\]}]*)[\]}]', each.attributes)
     dims = [int(n) for n in re.findall(r"\d+", found[1])] if found else [len(left) - 1]
     fifteenths = 6 if "bf16_bf16_f32_x6" in each.attributes else 1 if kind in ("bf16", "f16") else 15
@@ -201,7 +197,7 @@ def _of_fusion(known: dict[str, Instruction]) -> tuple[float, float]:
         order, 0.0
     )  # entries of each that somebody asks for, touched bytes of params
     scattered: dict[str, float] = {}  # bytes of sectors that are read of it
-    results = _operands(known[order[-1]]) if known[order[-1]].op == "tuple" else [order[-1]]
+    results = read_by(known[order[-1]]) if known[order[-1]].op == "tuple" else [order[-1]]
     written = 0.0
     for name in results:
         written += _demanded(known, name, need)
@@ -222,8 +218,8 @@ def _of_fusion(known: dict[str, Instruction]) -> tuple[float, float]:
 def _through(known: dict[str, Instruction], name: str) -> Instruction:
     """What a chain of bitcasts names."""
     each = known[name]
-    while each.op in ("bitcast", "reshape", "copy") and _operands(each)[0] in known:
-        each = known[_operands(each)[0]]
+    while each.op in ("bitcast", "reshape", "copy") and read_by(each)[0] in known:
+        each = known[read_by(each)[0]]
     return each
 
 
@@ -232,7 +228,7 @@ def _demanded(known: dict[str, Instruction], name: str, need: dict[str, float]) 
     each = _through(known, name)
     if each.op in ("dynamic-update-slice", "scatter"):
         # In place: XLA writes an instruction for the copy where it is not.
-        inputs = _operands(each)
+        inputs = read_by(each)
         update = inputs[1] if each.op == "dynamic-update-slice" else inputs[-1]
         for other in inputs[1:]:
             need[other] = max(need[other], _entries(known[other]))
@@ -270,7 +266,7 @@ def _read_for(known: dict[str, Instruction], name: str) -> tuple[float, bool]:
     """Entries of all that is read to compute a value; whether it depends on where it stands, too."""
     found, left = {name}, [name]
     while left:
-        more = [other for other in _operands(known[left.pop()]) if other in known and other not in found]
+        more = [other for other in read_by(known[left.pop()]) if other in known and other not in found]
         found.update(more)
         left += more
     read = sum(_entries(known[each]) for each in found if known[each].op == "parameter")
@@ -279,7 +275,7 @@ def _read_for(known: dict[str, Instruction], name: str) -> tuple[float, bool]:
 
 def _ask(known: dict[str, Instruction], each: Instruction, need: dict[str, float], scattered: dict[str, float]) -> None:
     """What an instruction needs of its operands for the entries that are asked of it."""
-    asked, inputs = need[each.name], [name for name in _operands(each) if name in known]
+    asked, inputs = need[each.name], [name for name in read_by(each) if name in known]
     share = asked / max(_entries(each), 1.0)
     for place, name in enumerate(inputs):
         whole = _entries(known[name])

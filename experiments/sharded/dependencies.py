@@ -11,7 +11,8 @@ import math
 import re
 from typing import Any, NamedTuple
 
-from jaxcomp.ledger import SENT, Instruction, Module, Row, arrays_of, called, split_list
+from jaxcomp.hlo import Instruction, called, contents_of, read_by, split_list
+from jaxcomp.program import SENT, Module, Row
 
 __all__ = ["Exchange", "exchanges"]
 
@@ -72,9 +73,9 @@ def rows_in(module: Module, computation: str, instruction: Instruction) -> list[
     """The collectives of one instruction, those in computations that it calls included."""
     op = instruction.op.removesuffix("-start")
     if op in SENT:
-        return list(module.rows_of(op, instruction, computation, 1, ""))
+        return list(module.rows_of(op, instruction, computation))
     if instruction.op in ("call", "async-start") or instruction.name.startswith(FUSED_START):
-        return [row for part in parts(instruction) for row in module.walk(part, 1, "")[0]]
+        return [row for part in parts(instruction) for row in module.walk(part)]
     return []
 
 
@@ -86,8 +87,7 @@ def parts(instruction: Instruction) -> list[str]:
 
 def operands(instruction: Instruction) -> list[str]:
     """Names of the instructions that it reads or is ordered after."""
-    names = [operand.split()[-1].lstrip("%") for operand in split_list(instruction.operands)]
-    return names + called(instruction.attributes, "control-predecessors")
+    return read_by(instruction) + called(instruction.attributes, "control-predecessors")
 
 
 def ancestors(main: dict[str, Instruction], name: str) -> set[str]:
@@ -116,7 +116,6 @@ def backward_work(module: Module, computation: str, instruction: Instruction) ->
 
 def multiply_adds(module: Module, computation: str, instruction: Instruction) -> int:
     """Of a dot or a convolution: entries of the result, times the terms of the sum in each."""
-    (_, result), *_ = arrays_of(instruction.type)
     left, right = (shape_of(module, computation, operand) for operand in split_list(instruction.operands)[:2])
     if instruction.op == "dot":
         summed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
@@ -124,11 +123,11 @@ def multiply_adds(module: Module, computation: str, instruction: Instruction) ->
     else:
         labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
         terms = math.prod(n for n, label in zip(right, labels[1] if labels else "", strict=False) if label != "o")
-    return math.prod(result) * terms
+    return math.prod(contents_of(instruction.type)[0].shape) * terms
 
 
 def shape_of(module: Module, computation: str, operand: str) -> tuple[int, ...]:
     """The type stands beside the operand in some prints, else with its definition."""
     known = module.computations[computation].get(operand.split()[-1].lstrip("%"))
-    found = arrays_of(operand if "[" in operand or known is None else known.type)
-    return found[0][1] if found else ()
+    found = contents_of(operand if "[" in operand or known is None else known.type)
+    return found[0].shape if found else ()
