@@ -358,36 +358,25 @@ def remembering(update, roles=None, compressor=TOP):
     return jc.Algorithm(init, update, roles or {"memory": "memory", "compressor": "compressor"}, compressor)
 
 
-def own_direction(here, grads, state):
-    """Each worker's own gradient, which differs."""
-    sent = yield here.mean(grads, state.compressor)
-    return jax.tree.map(jnp.add, sent.mean, grads), Memory(state.memory, sent.states)
+def mutant(direction=lambda mean, g: mean, memory=lambda m, g: m):
+    """Sends the gradients as they are, with something wrong in the direction, or in the memory."""
+
+    def update(here, grads, state):
+        sent = yield here.mean(grads, state.compressor)
+        kept = jax.tree.map(memory, state.memory, grads)
+        return jax.tree.map(direction, sent.mean, grads), Memory(kept, sent.states)
+
+    return update
 
 
-def passes_nan(here, grads, state):
-    sent = yield here.mean(grads, state.compressor)
-    return sent.mean, Memory(jax.tree.map(jnp.add, state.memory, grads), sent.states)
-
-
-def adds_up(here, grads, state):
-    sent = yield here.mean(grads, state.compressor)
-    finite = lambda m, g: m + jnp.where(jnp.isfinite(g), g, 0)
-    return sent.mean, Memory(jax.tree.map(finite, state.memory, grads), sent.states)
-
-
-def upwards(here, grads, state):
-    sent = yield here.mean(grads, state.compressor)
-    return jax.tree.map(jnp.negative, sent.mean), Memory(state.memory, sent.states)
-
-
-def of_another_type(here, grads, state):
-    sent = yield here.mean(grads, state.compressor)
-    return sent.mean, Memory(jax.tree.map(lambda m: m.astype(jnp.float16), state.memory), sent.states)
-
-
-def not_finite(here, grads, state):
-    sent = yield here.mean(grads, state.compressor)
-    return jax.tree.map(lambda x: x / 0, sent.mean), Memory(state.memory, sent.states)
+own_direction = mutant(jnp.add)  # each worker's own gradient, which differs
+passes_nan = mutant(memory=jnp.add)
+adds_up = mutant(memory=lambda m, g: m + finite(g))
+upwards = mutant(lambda mean, g: -mean)
+of_another_type = mutant(memory=lambda m, g: m.astype(jnp.float16))
+not_finite = mutant(lambda mean, g: mean / 0)
+# Twice the mean where an axis of a mesh is bound.
+of_its_mesh = mutant(lambda mean, g: (1.0 + bool(jax.sharding.get_abstract_mesh().manual_axes)) * mean)
 
 
 def drawn_on_the_host(here, grads, state):
@@ -395,13 +384,6 @@ def drawn_on_the_host(here, grads, state):
     sent = yield here.mean(grads, state.compressor)
     number = jax.pure_callback(lambda: np.float32(next(HOST)), jax.ShapeDtypeStruct((), jnp.float32))
     return jax.tree.map(lambda x: x + number, sent.mean), Memory(state.memory, sent.states)
-
-
-def of_its_mesh(here, grads, state):
-    """Twice the mean where an axis of a mesh is bound."""
-    sent = yield here.mean(grads, state.compressor)
-    factor = 1.0 + bool(jax.sharding.get_abstract_mesh().manual_axes)
-    return jax.tree.map(lambda x: factor * x, sent.mean), Memory(state.memory, sent.states)
 
 
 def raises(here, grads, state):

@@ -8,14 +8,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 from jaxcomp.base import Algorithm, Compressor, Mean, State, advance, has_role, require_algorithm, whole
 from jaxcomp.state.by_leaf import by_leaf
-from jaxcomp.state.specs import init_state
 from jaxcomp.state.workers import redistribute
-from jaxcomp.testing.law import NOT_TRIED, all_hold, broken, differ, equal, same_types
+from jaxcomp.testing.law import (
+    AXIS,
+    NOT_TRIED,
+    all_hold,
+    broken,
+    differ,
+    equal,
+    gradients,
+    on_devices,
+    same_types,
+    simulated,
+)
 from jaxcomp.transforms.compressed_mean import compressed_mean
 
 __all__ = ["ALGORITHM_LAWS", "check_algorithm"]
@@ -34,14 +42,11 @@ class _Run(NamedTuple):
     step: Callable[[Any, Any], tuple[Any, Any]]
     state: Any
 
-    def grads(self, seed: int, scale: float = 1.0) -> Any:
+    def grads(self, seed: int) -> Any:
         """A row for each worker, which differ."""
-        rng = np.random.default_rng(seed)
-        draw = lambda p: jnp.asarray(scale * rng.standard_normal((self.workers, *p.shape)), p.dtype)
-        return jax.tree.map(draw, self.params)
+        return gradients(self.params, self.workers, seed)
 
 
-AXIS = "workers"
 SHAPES = {"bias": (7,), "empty": (0, 3), "scalar": (), "kernel": (40, 50)}
 
 
@@ -104,9 +109,7 @@ def check_algorithm(
 
 def _run_of(algorithm: Algorithm, params: Any, workers: int) -> _Run:
     tx = compressed_mean(algorithm, AXIS)
-    state, axes = init_state(tx, params, workers, AXIS)
-    step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))
-    return _Run(tx, algorithm, params, workers, step, state)
+    return _Run(tx, algorithm, params, workers, *simulated(tx, params, workers))
 
 
 def _like_gradients(run: _Run, seed: int) -> None:
@@ -139,8 +142,7 @@ def _shared(run: _Run, seed: int) -> None:
 def _rows_of(run: _Run, seed: int) -> tuple[Any, Any]:
     """Directions and state after two rounds, with a row for each worker also of what should be equal."""
     every = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (run.workers, *jnp.shape(x))), tree)
-    state = run.state
-    state = type(state)(state.local, every(state.shared), state.about)
+    state = type(run.state)(run.state.local, every(run.state.shared), run.state.about)
     step = jax.jit(jax.vmap(run.tx.update, axis_name=AXIS))
     _, state = step(run.grads(seed), state)
     return step(run.grads(seed + 1), state)
@@ -318,10 +320,7 @@ def _worlds(run: _Run, seed: int) -> str | None:
     """`shard_map` gives what `vmap` gives, to rounding. Nothing is tried with fewer devices than workers."""
     if jax.device_count() < run.workers:
         return NOT_TRIED
-    mesh = jax.make_mesh((run.workers,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[: run.workers])
-    state, specs = init_state(run.tx, run.params, mesh, AXIS)
-    one = lambda grads, state: run.tx.update(jax.tree.map(lambda g: g[0], grads), state)
-    step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(P(AXIS), specs), out_specs=(P(), specs)))
+    step, state = on_devices(run.tx, run.params, run.workers)
     mapped = run.state
     for i in range(2):
         a, state = step(run.grads(seed + i), state)

@@ -1,4 +1,4 @@
-"""A law that does not hold, in a sentence, and what all laws compare with."""
+"""A law that does not hold, in a sentence, and what all laws compare with and run on."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -6,8 +6,13 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxcomp.state.specs import init_state
 
 __all__ = [
+    "AXIS",
     "NOT_TRIED",
     "ROUNDING",
     "LawBroken",
@@ -15,11 +20,15 @@ __all__ = [
     "broken",
     "differ",
     "equal",
+    "gradients",
     "is_rounding",
+    "on_devices",
     "same_bits",
     "same_types",
+    "simulated",
 ]
 
+AXIS = "workers"
 NOT_TRIED = "not tried"  # what a law returns that has nothing to say here
 ROUNDING = (
     "Compilers may contract a product and a sum, a + b * c, into one rounding, in one program and not in another. Make "
@@ -139,3 +148,23 @@ def same_types(what: str, before: Any, after: Any) -> None:
             f"the state of {what} has the same structure, shapes and dtypes after a round, or it is traced again; "
             f"before {described(before)}, after {described(after)}"
         )
+
+
+def gradients(params: Any, workers: int, seed: int) -> Any:
+    """A row for each worker, which differ."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal((workers, *p.shape)), p.dtype), params)
+
+
+def simulated(tx: Any, params: Any, workers: int) -> tuple[Callable[[Any, Any], tuple[Any, Any]], Any]:
+    """A round of a transformation under vmap, (grads, state) -> direction and state; and its first state."""
+    state, axes = init_state(tx, params, workers, AXIS)
+    return jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)), state
+
+
+def on_devices(tx: Any, params: Any, workers: int) -> tuple[Callable[[Any, Any], tuple[Any, Any]], Any]:
+    """The same among as many devices under `shard_map`."""
+    mesh = jax.make_mesh((workers,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers])
+    state, specs = init_state(tx, params, mesh, AXIS)
+    one = lambda grads, state: tx.update(jax.tree.map(lambda g: g[0], grads), state)
+    return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(P(AXIS), specs), out_specs=(P(), specs))), state

@@ -5,10 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 from jaxcomp.algorithms.direct import direct
 from jaxcomp.algorithms.error_feedback import error_feedback
@@ -19,13 +16,11 @@ from jaxcomp.compressors.sparsify import top_k
 from jaxcomp.exchange.measure import info
 from jaxcomp.exchange.routes import GATHER, Route
 from jaxcomp.ledger import ledger
-from jaxcomp.state.specs import init_state
-from jaxcomp.testing.law import all_hold, broken, equal
+from jaxcomp.testing.law import AXIS, all_hold, broken, equal, gradients, on_devices, simulated
 from jaxcomp.transforms.compressed_mean import compressed_mean
 
 __all__ = ["ROUTE_LAWS", "check_route"]
 
-AXIS = "workers"
 SHAPES = {"bias": (7,), "kernel": (40, 50), "long": (9001,)}
 PARAMS = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in SHAPES.items()}
 ALGORITHMS = {"error_feedback(top_k)": error_feedback(top_k(0.05)), "direct(dithering)": direct(dithering(7))}
@@ -60,11 +55,11 @@ def check_route(
 
     >>> import jaxcomp as jc
     >>> from jaxcomp.exchange.routes.route import gathering_route
-    >>> shifted = gathering_route("shifted", lambda parcels, way: (
-    ...     jax.tree.map(lambda a: jnp.roll(a, 1, 0), GATHER.gather(parcels, way)[0]), 0.0))
-    >>> jc.testing.check_route(shifted, workers=[2])  # doctest: +ELLIPSIS
+    >>> backwards = gathering_route("backwards", lambda parcels, way: (
+    ...     jax.tree.map(lambda a: a[::-1], GATHER.gather(parcels, way)[0]), 0.0))
+    >>> jc.testing.check_route(backwards, workers=[3])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    jaxcomp.testing.law.LawBroken: the route 'shifted' breaks ...
+    jaxcomp.testing.law.LawBroken: the route 'backwards' breaks ...
     """
     if not isinstance(route, Route):
         raise TypeError(f"testing.check_route needs a jaxcomp.exchange.routes.Route; got {route!r}")
@@ -74,7 +69,7 @@ def check_route(
     numbers, refused = [], ""
     for n in workers:
         try:
-            jax.eval_shape(*_simulated(route, next(iter(found.values())), n))
+            jax.eval_shape(*_round(simulated, route, next(iter(found.values())), n))
             numbers.append(n)
         except ValueError as error:
             refused = str(error)
@@ -84,27 +79,10 @@ def check_route(
     return all_hold(f"the route {route.name!r}", ROUTE_LAWS, laws, lambda law: ROUTE_LAWS[law](tried))
 
 
-def _gradients(n: int) -> Any:
-    rng = np.random.default_rng(n)
-    return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal((n, *p.shape)), jnp.float32), PARAMS)
-
-
-def _simulated(route: Route, algorithm: Algorithm, n: int) -> tuple[Any, ...]:
-    """A round under vmap, and its arguments."""
-    tx = compressed_mean(algorithm, AXIS, via=route)
-    state, axes = init_state(tx, zeros_like(PARAMS), n, AXIS)
-    step = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
-    return jax.jit(step), _gradients(n), state
-
-
-def _on_devices(route: Route, algorithm: Algorithm, n: int) -> tuple[Any, ...]:
-    """The same on n devices."""
-    mesh = jax.make_mesh((n,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
-    tx = compressed_mean(algorithm, AXIS, via=route)
-    state, specs = init_state(tx, zeros_like(PARAMS), mesh, AXIS)
-    step = lambda grads, state: tx.update(jax.tree.map(lambda g: g[0], grads), state)
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(AXIS), specs), out_specs=(P(), specs))
-    return jax.jit(mapped), _gradients(n), state
+def _round(make: Callable[..., Any], route: Route, algorithm: Algorithm, n: int) -> tuple[Any, ...]:
+    """A round among n workers, as `simulated` or `on_devices` makes it, and its arguments."""
+    step, state = make(compressed_mean(algorithm, AXIS, via=route), zeros_like(PARAMS), n)
+    return step, gradients(PARAMS, n, n), state
 
 
 class Tried:
@@ -118,7 +96,7 @@ class Tried:
 
     def _round(self, route: Route, make: Callable[..., Any], name: str, n: int) -> tuple[Any, float, Any]:
         """Directions of a round, the bytes that a worker sends, and the program with its arguments."""
-        step, *args = make(route, self.algorithms[name], n)
+        step, *args = _round(make, route, self.algorithms[name], n)
         direction, after = step(*args)
         return direction, float(info(after).sent_bytes), (step, *args)
 
@@ -133,12 +111,12 @@ def _same(tried: Tried, make: Callable[..., Any], cases: list[tuple[str, int]], 
 
 def _gathered(tried: Tried) -> None:
     """All workers get what via="gather" brings, bit for bit and in the order of the workers."""
-    _same(tried, _simulated, tried.simulated, "among {} workers")
+    _same(tried, simulated, tried.simulated, "among {} workers")
 
 
-def on_devices(tried: Tried) -> None:
+def _on_devices(tried: Tried) -> None:
     """The same under `shard_map`, where there are so many devices."""
-    _same(tried, _on_devices, tried.placed, "on {} devices")
+    _same(tried, on_devices, tried.placed, "on {} devices")
 
 
 def sent(tried: Tried) -> None:
@@ -146,10 +124,10 @@ def sent(tried: Tried) -> None:
     many devices. Not of a route whose bytes depend on the data.
     """
     for name, n in tried.placed:
-        _, said, program = tried.round(tried.route, _on_devices, name, n)
+        _, said, program = tried.round(tried.route, on_devices, name, n)
         compiled = ledger(*program).total_bytes
         if abs(said - compiled) > 1e-6 * compiled:
             broken(f"a device sends {compiled:,.0f} bytes of {name} among {n}; the route says {said:,.0f}")
 
 
-ROUTE_LAWS: dict[str, Callable[[Tried], None]] = {"gathered": _gathered, "on devices": on_devices, "sent": sent}
+ROUTE_LAWS: dict[str, Callable[[Tried], None]] = {"gathered": _gathered, "on devices": _on_devices, "sent": sent}
