@@ -55,11 +55,11 @@ def check_route(
 
     >>> import jaxcomp as jc
     >>> from jaxcomp.exchange.routes.route import gathering_route
-    >>> backwards = gathering_route("backwards", lambda parcels, way: (
-    ...     jax.tree.map(lambda a: a[::-1], GATHER.gather(parcels, way)[0]), 0.0))
-    >>> jc.testing.check_route(backwards, workers=[3])  # doctest: +ELLIPSIS
+    >>> shifted = gathering_route("shifted", lambda parcels, way: (
+    ...     jax.tree.map(lambda a: jax.numpy.roll(a, 1, 0), GATHER.gather(parcels, way)[0]), 0.0))
+    >>> jc.testing.check_route(shifted, workers=[3])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    jaxcomp.testing.law.LawBroken: the route 'backwards' breaks ...
+    jaxcomp.testing.law.LawBroken: the route 'shifted' breaks ...
     """
     if not isinstance(route, Route):
         raise TypeError(f"testing.check_route needs a jaxcomp.exchange.routes.Route; got {route!r}")
