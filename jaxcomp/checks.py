@@ -1,10 +1,11 @@
-"""Checks of the arguments of compressors."""
+"""Checks of arguments."""
 
 import numbers
+import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["check_like", "contraction", "is_integer", "is_number", "is_whole"]
+__all__ = ["check_like", "contraction", "is_integer", "is_number", "is_whole", "is_within"]
 
 
 def is_whole(value: Any, least: int = 1) -> bool:
@@ -20,6 +21,11 @@ def is_integer(value: Any, least: int = 1) -> bool:
 def is_number(value: Any) -> bool:
     """Whether it is a real number: not a bool, an array, or text."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_within(value: Any, least: float, most: float = sys.float_info.max) -> bool:
+    """Whether it is a real number in [least, most]; NaN is in no interval."""
+    return is_number(value) and bool(least <= value <= most)
 
 
 def contraction(omega: Callable[[Any], float], longest: int) -> Callable[[Any], float] | None:

@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxcomp.ledger import Ledger, ledger
-from jaxcomp.program import SENT, UNKNOWN, Row
+from jaxcomp.ledger import Ledger, is_compiled, ledger
+from jaxcomp.program import SENT, UNKNOWN, Row, total_of
 
 __all__ = ["expect"]
 
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-COMPARED = {"<=": operator.le, "<": operator.lt, "==": operator.eq, ">=": operator.ge, ">": operator.gt}
+COMPARED = {"<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt}
+COMPARED |= {"==": lambda sent, promised: round(sent) == round(promised)}
 DTYPES = re.compile(r"pred|(?:[suf]|bf|c)\d+|f\d+e\d+m\d+\w*|f8\w*")
 SHOWN = 5  # collectives in a message
 
@@ -184,7 +185,7 @@ def parse(name: str, text: Any) -> Limit:
 def _book(step: Any, args: Sequence[Any]) -> Ledger:
     if isinstance(step, Ledger):
         return step
-    return ledger(step) if hasattr(step, "as_text") and hasattr(step, "runtime_executable") else ledger(step, *args)
+    return ledger(step, *(() if is_compiled(step) else args))
 
 
 def _mesh_of(args: Any, step: Any) -> Any:
@@ -203,26 +204,22 @@ def _mesh_of(args: Any, step: Any) -> Any:
 def _broken(term: Term, book: Ledger, other: Ledger | None, mesh: Any, args: Any) -> str | None:
     """Why a promise is broken; None where it is kept."""
     name, limit, _ = term
-    rows = [row for row in book.rows if row.counted and term.holds(row)]
-    sent = sum(row.sent_bytes for row in rows)
     if limit is ANY:
         return None
-    before = [] if other is None else [row for row in other.rows if row.counted and term.holds(row)]
-    most = limit.amount if limit.amount is not None else limit.factor * sum(row.sent_bytes for row in before)
+    counted = lambda book: [row for row in book.rows if row.counted and term.holds(row)]
+    rows, before = counted(book), [] if other is None else counted(other)
+    sent = total_of(rows)
+    most = limit.amount if limit.amount is not None else limit.factor * total_of(before)
     # What crosses with unknown bytes, or unknown how often, keeps no upper limit.
     endless = limit.is_upper and limit.amount is not None and any(row.times is None and row.sent_bytes for row in rows)
     silent = name == "unknown" and limit.text == "none" and bool(rows)
-    kept = (
-        COMPARED[limit.compare](round(sent), round(most))
-        if limit.compare == "=="
-        else COMPARED[limit.compare](sent, most)
-    )
-    if kept and not endless and not silent:
+    if COMPARED[limit.compare](sent, most) and not endless and not silent:
         return None
     least = "at least " if any(row.times is None for row in rows) else ""
-    lines = [f"expect: {name} was promised {limit.text!r}, and {least}{_amount(sent)} are sent{_beside(limit, most)}"]
-    if name == "unknown" and limit.text == "none":
-        lines[0] = f"expect: the program communicates in {len(rows)} ways that the ledger does not know"
+    beside = "" if limit.amount is not None else f", beside {_amount(most)}"
+    lines = [f"expect: {name} was promised {limit.text!r}, and {least}{_amount(sent)} are sent{beside}"]
+    if silent:
+        lines = [f"expect: the program communicates in {len(rows)} ways that the ledger does not know"]
     new = _new(rows, before) if limit.amount is None else rows
     for row in sorted(new, key=lambda row: -row.sent_bytes)[:SHOWN]:
         lines += [f"  {_said(row, mesh)}", *(f"      {line}" for line in _more(row, mesh, args))]
@@ -235,10 +232,6 @@ def _broken(term: Term, book: Ledger, other: Ledger | None, mesh: Any, args: Any
     if not rows and not limit.is_upper:
         lines.append("  Nothing like it is in the program: the compiler may have found it to be of no use.")
     return "\n".join(lines)
-
-
-def _beside(limit: Limit, most: float) -> str:
-    return "" if limit.amount is not None else f", beside {_amount(most)}"
 
 
 def _new(rows: Sequence[Row], before: Sequence[Row]) -> list[Row]:

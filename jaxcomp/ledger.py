@@ -22,7 +22,7 @@ import jax
 
 from jaxcomp.program import Module, Row, total_of
 
-__all__ = ["Ledger", "Row", "ledger", "read"]
+__all__ = ["Ledger", "Row", "aligned", "is_compiled", "ledger", "read"]
 
 
 class Ledger(NamedTuple):
@@ -92,14 +92,7 @@ class Ledger(NamedTuple):
             columns.insert(-1, ("a slice B", False, lambda r: f"{r.slice_bytes:,.0f}"))
         if any(row.beside is not None for row in self.rows):
             columns.insert(-1, ("beside", False, lambda r: "" if r.beside is None else str(r.beside)))
-        lines = [[name for name, _, _ in columns], *([cell(row) for _, _, cell in columns] for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = [
-            "  ".join(
-                c.ljust(w) if left else c.rjust(w) for c, w, (_, left, _) in zip(line, widths, columns, strict=True)
-            )
-            for line in lines
-        ]
+        text = aligned([(left, [name, *map(cell, self.rows)]) for name, left, cell in columns])
         least = "at least " if self.is_bound else ""
         total = [f"total: {least}{self.total_bytes:,.0f} bytes sent per device"]
         if any(row.slices for row in self.rows):
@@ -107,7 +100,21 @@ class Ledger(NamedTuple):
         if self.unknown:
             rows = "1 row" if len(self.unknown) == 1 else f"{len(self.unknown)} rows"
             total.append(f"unknown: {rows} with {self.unknown_bytes:,.0f} bytes of the total")
-        return "\n".join([*(line.rstrip() for line in text), *total])
+        return "\n".join([text, *total])
+
+
+def aligned(columns: Sequence[tuple[bool, Sequence[str]]]) -> str:
+    """Columns beside each other, as lines of text. Each says whether it holds words, which begin at its left edge.
+
+    >>> print(aligned([(True, ["op", "sum"]), (False, ["bytes", "8"])]))
+    op   bytes
+    sum      8
+    """
+    texts = []
+    for holds_words, cells in columns:
+        width = max(map(len, cells))
+        texts.append([cell.ljust(width) if holds_words else cell.rjust(width) for cell in cells])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*texts, strict=True))
 
 
 def ledger(fn: Any, *args: Any, **kwargs: Any) -> Ledger:
@@ -125,13 +132,18 @@ def ledger(fn: Any, *args: Any, **kwargs: Any) -> Ledger:
     >>> jc.ledger(lambda x: x + 1, jnp.zeros(3)).total_bytes
     0.0
     """
-    if hasattr(fn, "as_text") and hasattr(fn, "runtime_executable") and not (args or kwargs):
+    if is_compiled(fn) and not (args or kwargs):
         compiled = fn
     elif not callable(fn):
         raise TypeError(f"ledger: call it as ledger(step, *arguments), with the function itself; got {type(fn)}")
     else:
         compiled = (fn if hasattr(fn, "lower") else jax.jit(fn)).lower(*args, **kwargs).compile()
     return read(str(compiled.as_text()), devices_of(compiled))
+
+
+def is_compiled(fn: Any) -> bool:
+    """Whether it is a program that was compiled, `jax.jit(f).lower(...).compile()`."""
+    return hasattr(fn, "as_text") and hasattr(fn, "runtime_executable")
 
 
 def devices_of(compiled: Any) -> Sequence[Any]:

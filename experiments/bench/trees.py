@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp as jc
 from experiments.bench.timing import bench_parser, report
 from experiments.lib.cli import at_least
+from experiments.lib.codecs import chosen
 from experiments.lib.report import new_console
 from experiments.lib.training import find_mesh
 
@@ -99,9 +100,8 @@ def main(arguments: Sequence[str]) -> int:
     jax.config.update("jax_enable_compilation_cache", False)
     mesh = find_mesh(o.workers)
     trees = {layers: gpt_like(layers) for layers in o.layers}
-    wanted = {
-        name: make for name, make in methods(o.workers).items() if o.only is None or any(x in name for x in o.only)
-    }
+    every = methods(o.workers)
+    wanted = {name: every[name] for name in chosen(every, o.only, "--only")}
     step, shapes = update_of(None, gpt_like(1), mesh)
     step.lower(*shapes).compile()  # JAX itself
     seconds: dict[tuple[str, int], float] = {}

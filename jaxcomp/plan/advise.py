@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
+from jaxcomp.ledger import aligned
 from jaxcomp.plan.facts import Facts
 from jaxcomp.plan.links import at_bandwidth, seconds_of
 from jaxcomp.plan.predict import Advice
@@ -198,12 +199,9 @@ def columns_of(rows: Sequence[Advice], chosen: Advice, facts: Facts) -> tuple[di
 def table(rows: Sequence[Advice], chosen: Advice, facts: Facts) -> str:
     """The rows as text (`columns_of`); "->" marks the advice."""
     columns, marks = columns_of(rows, chosen, facts)
-    texts = [["  ", *("->" if mark else "  " for mark in marks)]]
-    for head, column in columns.items():
-        width = max(map(len, [head, *column]))
-        left = head.startswith(("candidate", "loses", "effect", "known", "pays"))
-        texts.append([text.ljust(width) if left else text.rjust(width) for text in (head, *column)])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*texts, strict=True))
+    words = ("candidate", "loses", "effect", "known", "pays")
+    cells = [(head.startswith(words), [head, *column]) for head, column in columns.items()]
+    return aligned([(True, ["  ", *("->" if mark else "  " for mark in marks)]), *cells])
 
 
 def _loses(row: Advice) -> str:

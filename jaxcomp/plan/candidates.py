@@ -18,7 +18,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jaxcomp.algorithms import direct, error_feedback, power_sgd
 from jaxcomp.arrays import like_of
 from jaxcomp.base import Algorithm, Round, TooLong, alpha_of, keys_of, omega_of, require_algorithm
-from jaxcomp.checks import is_integer, is_number
+from jaxcomp.checks import is_integer, is_within
 from jaxcomp.compressors import block_scaled, cast, dithering, eden, identity, narrow, sidco, sign, top_k
 from jaxcomp.compressors.tree import each_of
 from jaxcomp.exchange.links import KINDS, Link, check_links
@@ -32,14 +32,13 @@ __all__ = [
     "ErrorBound",
     "Limits",
     "bucket_shares",
-    "check_candidates",
+    "candidates_of",
     "collectives_of",
     "compresses_nothing",
     "default_candidates",
     "dense_candidates",
     "error_bound",
     "hierarchies",
-    "is_amount",
     "sent_back",
     "sent_bytes",
     "traced",
@@ -158,8 +157,14 @@ def hierarchies(axes: Sequence[Any]) -> list[Candidate]:
     return found
 
 
-def check_candidates(name: str, candidates: Any) -> list[Candidate]:
-    """The candidates as a list; TypeError unless there are some, ValueError unless their names differ."""
+def candidates_of(name: str, candidates: Any, axes: Sequence[Any], max_every: int | None) -> list[Candidate]:
+    """The candidates as a list, for None the usual ones for workers along these axes.
+
+    Raises:
+        TypeError, ValueError: there are none, or their names do not differ; named after the function `name`.
+    """
+    if candidates is None:
+        return [*default_candidates(1 if max_every is None else max_every), *hierarchies(axes)]
     found = list(candidates) if isinstance(candidates, Iterable) else []
     if not found or not all(isinstance(each, Candidate) for each in found):
         raise TypeError(f"{name}: candidates must be a list of jc.Candidate, not empty; got {candidates!r}")
@@ -172,11 +177,6 @@ def check_candidates(name: str, candidates: Any) -> list[Candidate]:
     return found
 
 
-def is_amount(value: Any) -> bool:
-    """Whether it is a real number >= 0, of Python or numpy; NaN is none, infinity is one."""
-    return is_number(value) and bool(value >= 0)
-
-
 class Limits(NamedTuple):
     """The conditions under which a candidate is eligible. max_error: share of |x|^2 that a message may lose; max_every:
     most steps to an exchange; None: any."""
@@ -186,7 +186,7 @@ class Limits(NamedTuple):
 
     def check(self, name: str) -> "Limits":
         """The same; raises ValueError, named after the function `name`, where one is out of range."""
-        if self.max_error is not None and not is_amount(self.max_error):
+        if self.max_error is not None and not is_within(self.max_error, 0, math.inf):
             raise ValueError(f"{name}: max_error must be a number >= 0; got {self.max_error!r}")
         if self.max_every is not None and not is_integer(self.max_every):
             raise ValueError(f"{name}: max_every must be an integer of at least 1; got {self.max_every!r}")
@@ -334,10 +334,10 @@ class ErrorBound(NamedTuple):
     words: the effect on training.
     """
 
-    bound: float | None
-    unbiased: bool
-    memory: bool
-    words: str
+    bound: float | None = None
+    unbiased: bool = False
+    memory: bool = False
+    words: str = "no bound is known"
 
     @property
     def is_useful(self) -> bool:
@@ -360,9 +360,8 @@ def error_bound(candidate: Candidate, like: Any, workers: int) -> ErrorBound:
             x for x in candidate.algorithm.values() if x.compressor is None or x.compressor.spec.name != "identity"
         ]
         if len(outer) != 1:
-            return ErrorBound(None, False, False, "no bound is known")
-        of_exact_means = candidate._replace(algorithm=outer[0], link=None)
-        return error_bound(of_exact_means, like, 2)
+            return ErrorBound()
+        return error_bound(candidate._replace(algorithm=outer[0], link=None), like, 2)  # the others are exact means
     memory = any("memory" in str(role) for role in candidate.algorithm.roles.values())
     late = f"; gradients are of points up to {candidate.every - 1} steps apart" if candidate.every > 1 else ""
     compressor = getattr(candidate.algorithm, "compressor", None)

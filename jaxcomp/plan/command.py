@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxcomp.exchange.links import Link
 from jaxcomp.plan import facts as files
 from jaxcomp.plan.advise import choose, table, verdict
-from jaxcomp.plan.candidates import Limits, default_candidates, hierarchies, traced
+from jaxcomp.plan.candidates import Limits, candidates_of, traced
 from jaxcomp.plan.machine import Machine, platform_of
 from jaxcomp.plan.predict import rows_of, shared_work
 from jaxcomp.plan.recommend import recommend
@@ -158,7 +158,7 @@ def _of_file(o: argparse.Namespace) -> str:
     facts = files.from_text(text, str(o.facts))
     like = files.leaves_of(facts, str(o.facts))
     names = tuple(max(facts.fits, key=lambda names: names.count(","), default="data").split(","))  # along all of these
-    candidates = [*default_candidates(o.max_every), *hierarchies(names)]
+    candidates = candidates_of("plan", None, names, o.max_every)
     held = [*facts.about.get("candidates", ()), *shared_work(facts.work, candidates)]
     known = [each for each in candidates if each.name in held]
     left = _left_out(held, [each.name for each in candidates], o.max_every)

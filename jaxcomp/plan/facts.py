@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxcomp.checks import is_within
 from jaxcomp.exchange.axes import axis_names
 from jaxcomp.plan.links import Fit, Fits, check_kind
 
@@ -136,14 +137,16 @@ def leaves_of(facts: Facts, where: str = "the file") -> list[jax.ShapeDtypeStruc
 
 def to_text(facts: Facts) -> str:
     """The file."""
-    plain = {"version": VERSION, **facts._asdict()}
-    plain["fits"] = {axis: {kind: x._asdict() for kind, x in each.items()} for axis, each in facts.fits.items()}
-    lines = lambda work: {"encode": work.encode._asdict(), "all": work.all._asdict(), "error": work.error}
-    plain["work"] = {name: lines(work) for name, work in facts.work.items()}
-    trials = plain.pop("trials")
-    if trials is not None:
-        plain["trials"] = trials._asdict()
-    return json.dumps(plain, indent=1) + "\n"
+    kept = {"version": VERSION, **facts._asdict()}
+    if facts.trials is None:
+        del kept["trials"]
+    return json.dumps(_plain(kept), indent=1) + "\n"
+
+
+def _plain(node: Any) -> Any:
+    """The same of dictionaries alone, with the names of fields."""
+    node = node._asdict() if hasattr(node, "_asdict") else node
+    return {key: _plain(value) for key, value in node.items()} if isinstance(node, Mapping) else node
 
 
 def from_text(text: str, where: str = "the file") -> Facts:
@@ -196,7 +199,7 @@ def _fit(kind: str, plain: Mapping[str, Any]) -> Fit:
 
 
 def _number(value: Any, name: str, most: float = sys.float_info.max) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+    if not is_within(value, 0, most):
         allowed = "in [0, 1]" if most == 1 else ">= 0"
         raise ValueError(f"{name} must be a number {allowed}; got {reprlib.repr(value)}")
     return float(value)

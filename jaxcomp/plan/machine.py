@@ -17,8 +17,6 @@ The machines of `Machine.of` stand in machines.json, each with its source, date 
 
 import functools
 import json
-import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,10 +25,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.base import has_role
+from jaxcomp.checks import is_within
+from jaxcomp.exchange.axes import axis_names
 from jaxcomp.exchange.routes.route import held_by
 from jaxcomp.plan.candidates import Candidate
 from jaxcomp.plan.facts import Line, Work
-from jaxcomp.plan.links import Collective
+from jaxcomp.plan.links import Collective, workers_of
 
 __all__ = ["MACHINES", "Codec", "Machine", "platform_of"]
 
@@ -123,7 +123,7 @@ class Machine(NamedTuple):
     def check(self, name: str) -> "Machine":
         """The same; raises ValueError, named after the function `name`, where a number is out of range."""
         numbers = [x for each in self.codecs.values() for x in each]
-        if not (_finite(self.bandwidth, 1.0) and _finite(self.memory) and all(map(_finite, numbers))):
+        if not (is_within(self.bandwidth, 1.0) and all(is_within(x, 0.0) for x in (self.memory, *numbers))):
             raise ValueError(
                 f"{name}: machine must have a bandwidth of at least 1 byte per second, and copies, seconds and bytes "
                 f"that are finite and >= 0; got {self}"
@@ -171,8 +171,8 @@ class Machine(NamedTuple):
             return None
         if compressor is None:
             return Work(line(codec.compress, codec.seconds), line(codec.compress + codec.decompress, codec.seconds))
-        own = [one for one in sent if axis is None or one.axis == _joined(axis)]
-        workers = max((math.prod(sizes[name] for name in one.axis.split(",")) for one in own), default=1)
+        own = [one for one in sent if axis is None or one.axis == ",".join(axis_names(axis))]
+        workers = max((workers_of(one.axis, sizes) for one in own), default=1)
         kinds = {one.kind for one in own}
         more = codec.decompress
         if compressor.spec.selects or compressor.entries is not None:
@@ -195,14 +195,6 @@ def platform_of(name: str) -> str:
     """
     words = next((device for device, known in DEVICES.items() if name.startswith((device, known))), name)
     return {"NVIDIA": "gpu", "TPU": "tpu"}.get(words.partition(" ")[0], "cpu")
-
-
-def _joined(axis: Any) -> str:
-    return ",".join(axis) if isinstance(axis, tuple) else str(axis)
-
-
-def _finite(value: Any, least: float = 0.0) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= sys.float_info.max
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomp.arrays import like_of
 from jaxcomp.base import Algorithm
-from jaxcomp.checks import is_integer
+from jaxcomp.checks import is_integer, is_within
 from jaxcomp.exchange.axes import axis_names
 from jaxcomp.plan import facts as files
 from jaxcomp.plan.advise import choose, table, verdict
-from jaxcomp.plan.candidates import (
-    Candidate,
-    ErrorBound,
-    Limits,
-    check_candidates,
-    default_candidates,
-    dense_candidates,
-    hierarchies,
-    is_amount,
-    traced,
-)
+from jaxcomp.plan.candidates import Candidate, ErrorBound, Limits, candidates_of, dense_candidates, traced
 from jaxcomp.plan.clock import MeshClock
 from jaxcomp.plan.facts import Facts
 from jaxcomp.plan.links import Collective
@@ -167,18 +156,16 @@ def plan(
     do not compress: there is a single worker, so nothing is exchanged
     """
     axis, limits = axis_names(axis_name), Limits(max_error, max_every).check("plan")
-    if candidates is None:
-        candidates = [*default_candidates(1 if max_every is None else max_every), *hierarchies(axis)]
-    candidates = check_candidates("plan", candidates)
-    if budget is not None and not (is_amount(budget) and 0 < budget < math.inf):
+    candidates = candidates_of("plan", candidates, axis, max_every)
+    if budget is not None and not (is_within(budget, 0) and budget > 0):
         raise ValueError(f"plan: budget must be seconds > 0; got {budget!r}")
     if not is_integer(tried, 0):
         raise ValueError(f"plan: tried must be an integer >= 0; got {tried!r}")
     check_wrt("plan", wrt)
     if wrt is not None:
-        what = trained_of(params, wrt, "plan")
+        what, whole_loss = trained_of(params, wrt, "plan"), loss
         params, rest = what.part(params)
-        loss = _of_trained(loss, what, rest)
+        loss = lambda trained, *batch: whole_loss(what.join(trained, rest), *batch)
     like_of(params)  # refuses what is no parameter, by name
     found = find_devices("plan", mesh, axis, params, batch)
     if not isinstance(found, Mesh):
@@ -197,11 +184,6 @@ def _alone(candidates: list[Candidate]) -> Plan:
     dense = next((each for each in candidates if each.dense), dense_candidates()[0])
     row = Advice(dense, step_seconds(0.0, 0.0, (0.0, 0.0, 0.0)), 0.0, ErrorBound(0.0, True, False, "none"))
     return Plan((row,), row, facts, "do not compress: there is a single worker, so nothing is exchanged")
-
-
-def _of_trained(loss: Callable[..., Any], what: Any, rest: list[Any]) -> Callable[..., Any]:
-    """The loss as a function of what is trained."""
-    return lambda trained, *batch: loss(what.join(trained, rest), *batch)
 
 
 def _placed(params: Any, mesh: Mesh) -> Any:

@@ -164,13 +164,12 @@ def rows_of(
     whole = {(id(x.algorithm), x.via, x.every): x.name for x in candidates if not x.bucket_bytes}
     rows = []
     for each in candidates:
-        collectives, shares = sent[each.name], bucket_shares(each, like)
+        collectives = sent[each.name]
         if isinstance(collectives, str):
-            nan = math.nan
-            nothing = StepParts(nan, nan, nan, nan, nan, nan, nan)
-            unknown = ErrorBound(None, False, False, "no bound is known")
-            rows.append(Advice(each, nothing, math.nan, unknown, refused=collectives))
+            nothing = StepParts(*[math.nan] * 7)
+            rows.append(Advice(each, nothing, math.nan, ErrorBound(), refused=collectives))
             continue
+        shares = bucket_shares(each, like)
         row = _predicted(each, facts, work.get(each.name), like, axis, collectives, shares)
         refused = limits.refusal(each.every, row.loss.bound if row.error is None else row.error)
         twin = whole.get((id(each.algorithm), each.via, each.every)) if each.bucket_bytes else None
@@ -215,16 +214,8 @@ def _predicted(
         deviation=network.deviation,
     )._replace(links=network.each)
     sent = sent_bytes(collectives, facts.sizes) / candidate.every
-    loss = error_bound(candidate, like, facts.workers(axis))
-    return Advice(
-        candidate,
-        parts,
-        sent,
-        loss,
-        None if work is None else work.error,
-        bound=work is None,
-        collectives=tuple(collectives),
-    )
+    loss, error = error_bound(candidate, like, facts.workers(axis)), None if work is None else work.error
+    return Advice(candidate, parts, sent, loss, error, bound=work is None, collectives=tuple(collectives))
 
 
 def with_expected(rows: Sequence[Advice]) -> list[Advice]:

@@ -5,7 +5,6 @@ a machine (`jaxcomp.plan.machine`).
 """
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,18 +12,10 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxcomp.arrays import like_of
-from jaxcomp.checks import is_integer
+from jaxcomp.checks import is_integer, is_within
 from jaxcomp.exchange.links import Link, stated_levels
 from jaxcomp.plan.advise import best_of, choose, rate, table, verdict
-from jaxcomp.plan.candidates import (
-    Candidate,
-    Limits,
-    check_candidates,
-    default_candidates,
-    hierarchies,
-    is_amount,
-    traced,
-)
+from jaxcomp.plan.candidates import Candidate, Limits, candidates_of, traced
 from jaxcomp.plan.facts import Facts
 from jaxcomp.plan.links import stated
 from jaxcomp.plan.machine import Machine, platform_of
@@ -120,13 +111,11 @@ def recommend(
     axis = tuple(reversed(list(levels)))
     if math.prod(each.width or 1 for each in levels.values()) < 2:
         raise ValueError(f"recommend: workers must be at least 2; the widths of {levels} make one")
-    if candidates is None:
-        candidates = [*default_candidates(max_every or 1), *hierarchies(axis)]
-    candidates = check_candidates("recommend", candidates)
+    candidates = candidates_of("recommend", candidates, axis, max_every)
     on_link = lambda each: each.via == "auto" and each.link is None
     candidates = [each._replace(link=link) if on_link(each) else each for each in candidates]
     machine = _machine_of(machine)
-    if not _is_finite(gradient):
+    if not is_within(gradient, 0):
         raise ValueError(f"recommend: gradient must be finite seconds >= 0; got {gradient!r}")
     check_wrt("recommend", wrt)
     like = like_of(params if wrt is None else trained_of(params, wrt, "recommend").part(params)[0])
@@ -145,10 +134,6 @@ def recommend(
     facts = Facts({}, sizes, stated(levels), work, gradient, 0.4, 0.0)
     rows = rows_of(candidates, facts, like, name, sent, limits, refuse_idle=any(each.dense for each, _ in carried))
     return Recommendation(tuple(rows), choose(rows, name="recommend"), levels, facts, words)
-
-
-def _is_finite(value: Any) -> bool:
-    return is_amount(value) and value <= sys.float_info.max
 
 
 def _machine_of(machine: Any) -> Machine | Facts:

@@ -93,7 +93,8 @@ class Subject:
         self.compressor, self.size, self.workers, self.draws = compressor, size, workers, draws
         self.seed, self.key = seed, jax.random.key(seed)
         self.exact = compressor.spec.selects if exact is None else exact
-        self._any_length = any_length
+        if any_length is not None:
+            self.any_length = any_length
 
     def at(self, seed: int) -> "Subject":
         """The same with other vectors and keys."""
@@ -104,16 +105,14 @@ class Subject:
     def like(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.size,), jnp.float32)
 
-    @property
+    @functools.cached_property
     def any_length(self) -> bool:
-        if self._any_length is None:
-            try:
-                for size in (self.size + 1, 3):
-                    jax.eval_shape(self.one_round, jax.ShapeDtypeStruct((size,), jnp.float32), self.key)
-                self._any_length = True
-            except (TypeError, ValueError):
-                self._any_length = False
-        return self._any_length
+        try:
+            for size in (self.size + 1, 3):
+                jax.eval_shape(self.one_round, jax.ShapeDtypeStruct((size,), jnp.float32), self.key)
+        except (TypeError, ValueError):
+            return False
+        return True
 
     def vector(self, seed: int = 0) -> Array:
         return jnp.asarray(np.random.default_rng(self.seed + seed).standard_t(3, self.size), jnp.float32)
