@@ -90,11 +90,8 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--log2-size", type=at_least(10), default=27, help="of the vectors of codecs")
     run = Run(p, arguments, "bench-machines")
     o = run.options
-    mesh, kind, size = (
-        targets.mesh_on(targets.described(o.target)[:1], {"data": 1}),
-        o.target.partition(":")[0],
-        2**o.log2_size,
-    )
+    mesh = targets.mesh_on(targets.described(o.target)[:1], {"data": 1})
+    kind, size = o.target.partition(":")[0], 2**o.log2_size
     names = chosen([*CODECS, *ALGORITHMS], o.only, "--only")
     copy, bandwidth = 0.0, BANDWIDTH * H100
     source = (

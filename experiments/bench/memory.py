@@ -15,7 +15,7 @@ import jax
 
 import jaxcomp as jc
 from experiments.bench.trees import gpt_like, num_entries
-from experiments.lib.cli import UserError, at_least
+from experiments.lib.cli import at_least
 from experiments.lib.codecs import chosen
 from experiments.lib.errors import shortened
 from experiments.lib.report import Columns
@@ -78,8 +78,8 @@ CASES: dict[str, Case] = {
 def row_of(name: str, layers: int, width: int, labels: Sequence[str]) -> dict[str, Any]:
     case, like = CASES[name], gpt_like(layers, width)
     row: dict[str, Any] = {"case": name}
-    for label, target in ((label, TARGETS[label]) for label in labels):
-        mesh = targets.mesh_on(targets.described(target), {"data": WORKERS})
+    for label in labels:
+        mesh = targets.mesh_on(targets.described(TARGETS[label]), {"data": WORKERS})
         each = lambda n: n / num_entries(like)
         try:
             tx = jc.compressed_mean(case.make(), "data", case.via, **dict(case.options))
@@ -115,9 +115,7 @@ def main(arguments: Sequence[str]) -> int:
     run = Run(p, arguments, "bench-memory")
     o = run.options
     for label in o.target:
-        target = TARGETS[label]
-        if package := targets.lacks(target):
-            raise UserError(f"bench memory needs the package {package}; in a clone: pip install '.[accelerators]'")
+        targets.described(TARGETS[label])  # refused before anything is compiled
     names = chosen(CASES, o.only, "--only")
     rows = run.rows_of(names, str, lambda name: row_of(name, o.layers, o.width, o.target))
     run.keep(rows)

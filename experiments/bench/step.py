@@ -12,6 +12,7 @@ import jaxcomp as jc
 from experiments.bench.timing import bench_parser, keep_memory, report, rounds_of
 from experiments.bench.trees import gpt_like, methods, num_entries, temporary, update_of
 from experiments.lib.cli import at_least
+from experiments.lib.codecs import chosen
 from experiments.lib.report import new_console
 from experiments.lib.training import find_mesh
 
@@ -78,11 +79,11 @@ def main(arguments: Sequence[str]) -> int:
     kept = not o.give_back and keep_memory()
 
     mesh, like, makers = find_mesh(o.workers), gpt_like(o.layers), methods(o.workers)
-    chosen = [name for name in METHODS if o.only is None or any(part in name for part in o.only)]
+    names = chosen(METHODS, o.only, "--only")
     steps: dict[str, Step] = {}
     gradients = gradients_of(like, mesh)
     with new_console().status("") as status:
-        for name in ["pmean", *chosen]:
+        for name in ["pmean", *names]:
             status.update(f"compiling {name}")
             steps[name] = Step(makers.get(name), like, mesh, gradients)
     seconds = rounds_of(steps, o.rounds)

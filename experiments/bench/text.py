@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
 from experiments.bench.trees import gpt_like, num_entries
-from experiments.lib.cli import UserError, at_least
+from experiments.lib.cli import at_least
 from experiments.lib.codecs import chosen
 from experiments.lib.errors import shortened
 from experiments.lib.kernels import Counted, counted
@@ -145,11 +145,8 @@ def _step(make: Callable[[], Algorithm], layers: int, width: int) -> Case:
 
 
 def cases(log2_size: int) -> dict[str, Case]:
-    parts = {
-        f"{part} {name}": codec(part, make, 2**log2_size)
-        for part in ("compress", "decompress")
-        for name, make in CODECS.items()
-    }
+    both = ("compress", "decompress")
+    parts = {f"{part} {name}": codec(part, make, 2**log2_size) for part in both for name, make in CODECS.items()}
     workers = {
         f"{count} workers by vmap, {name}": codec("compress", CODECS[name], 2**log2, count)
         for count, log2 in WORKERS.items()
@@ -196,16 +193,21 @@ def _largest(found: Counted, count: int = 12) -> list[Any]:
 
 COLUMNS: Columns = {
     "case": "{case}",
-    "counted, copies": lambda row: "" if "error" in row else f"{row['copies']:.2f}",
-    "estimated, copies": lambda row: "" if "error" in row else f"{row['estimate']:.2f}",
-    "measured (older code)": lambda row: f"{row['measured']:.2f}" if row.get("measured") else "",
+    "counted, copies": lambda row: _shown(row, "copies", ".2f"),
+    "estimated, copies": lambda row: _shown(row, "estimate", ".2f"),
+    "measured (older code)": lambda row: _shown(row, "measured", ".2f"),
     "estimated / measured": lambda row: f"{row['estimate'] / row['measured']:.2f}" if row.get("measured") else "",
-    "kernels": lambda row: "" if "error" in row else f"{row['kernels']:,}",
-    "waits": lambda row: "" if "error" in row else f"{row['waits']}",
-    "temporary memory": lambda row: "" if "error" in row else f"{row['memory']:.2f}",
-    "lines": lambda row: "" if "error" in row else f"{row['lines']:,}",
-    "s": lambda row: "" if "error" in row else f"{row['seconds']:.1f}",
+    "kernels": lambda row: _shown(row, "kernels", ","),
+    "waits": lambda row: _shown(row, "waits", ""),
+    "temporary memory": lambda row: _shown(row, "memory", ".2f"),
+    "lines": lambda row: _shown(row, "lines", ","),
+    "s": lambda row: _shown(row, "seconds", ".1f"),
 }
+
+
+def _shown(row: dict[str, Any], key: str, form: str) -> str:
+    """A figure of a row; nothing of a row that has none, as of a case that did not compile."""
+    return "" if row.get(key) is None else f"{row[key]:{form}}"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -216,8 +218,6 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--kernels", action="store_true", help="also list what the largest kernels of each case move")
     run = Run(p, arguments, "bench-text")
     o = run.options
-    if package := targets.lacks("h100"):
-        raise UserError(f"bench text needs the package {package}; in a clone: pip install '.[accelerators]'")
     device, every = targets.described("h100")[0], cases(o.log2_size)
     names = chosen(every, o.only, "--only")
     turns = lambda name: next((n for word, n in TURNS.items() if word in name), 0) if o.turns is None else o.turns

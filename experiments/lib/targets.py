@@ -140,6 +140,7 @@ def compiled(function: Any, *args: Any) -> Program:
     program = lowered.compile()
     seconds = time.perf_counter() - begun
     memory: Any = program.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Program(
         stable,
         program.as_text() or "",
@@ -147,10 +148,7 @@ def compiled(function: Any, *args: Any) -> Program:
         seconds,
         memory.temp_size_in_bytes,
         memory.alias_size_in_bytes,
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes,
+        held + memory.temp_size_in_bytes,
         jc.ledger(program),
     )
 

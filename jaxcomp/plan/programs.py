@@ -6,7 +6,7 @@ collectives needs.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend import core
 
 from jaxcomp.exchange.axes import axis_names
-from jaxcomp.jaxprs import CALLS, inner_of
+from jaxcomp.jaxprs import CALLS, called_program, inner_of
 from jaxcomp.plan.links import Collective
 
 __all__ = ["Arrival", "Halves", "Inseparable", "collectives_in", "offline", "settled"]
@@ -167,34 +167,36 @@ def offline(fn: Callable, axes: Mapping[str, int], *args: Any) -> Halves:
         Inseparable: a collective lies within a conditional or a loop.
     """
     traced, out = jax.make_jaxpr(fn, axis_env=list(axes.items()), return_shape=True)(*args)
-    leaves, number, found = jax.tree.leaves(args), jnp.zeros((), jnp.int32), list[Arrival]()
+    jaxpr, leaves, arrivals = traced.jaxpr, jax.tree.leaves(args), list[Arrival]()
+    for eqn in _exchanges(jaxpr):
+        name = eqn.primitive.name
+        adds = name in SUMS or name == "reduce_scatter"
+        times = math.prod(axes[axis] for axis in _axes(eqn)) if adds else 1
+        arrivals += [Arrival(KIND_OF[name], x.aval.shape, x.aval.dtype, times) for x in eqn.outvars]
 
-    def run(receive: Callable[[Any], list[Any]], number: Any, leaves: Sequence[Any]) -> list[Any]:
-        sent: list[Any] = []
+    def program(received, number, *leaves):
+        left, sent = iter(received), list[Any]()
 
         def exchange(eqn, operands):
             sent.extend(operands)
-            return receive(eqn)
+            return [next(left) for _ in eqn.outvars]
 
-        jaxpr, variables = traced.jaxpr, [*traced.jaxpr.constvars, *traced.jaxpr.invars]
-        values = dict(zip(variables, [*traced.consts, *leaves], strict=True))
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*traced.consts, *leaves], strict=True))
         _follow(jaxpr.eqns, values, number, exchange)
         return sent + [_read(values, x) for x in jaxpr.outvars]
 
-    def record(eqn):
-        kind, shapes = KIND_OF[eqn.primitive.name], [x.aval for x in eqn.outvars]
-        adds = eqn.primitive.name in SUMS or kind == "reduce_scatter"
-        times = math.prod(axes[axis] for axis in _axes(eqn)) if adds else 1
-        found.extend(Arrival(kind, x.shape, x.dtype, times) for x in shapes)
-        return [jnp.zeros(x.shape, x.dtype) for x in shapes]
+    shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arrivals]
+    made = jax.make_jaxpr(program)(shapes, jnp.zeros((), jnp.int32), *leaves)
+    return _halves(made, tuple(arrivals), jax.tree.structure(out))
 
-    def program(received, number, *leaves):
-        left = iter(received)
-        return run(lambda eqn: [next(left) for _ in eqn.outvars], number, leaves)
 
-    jax.eval_shape(lambda *leaves: run(record, number, leaves), *leaves)
-    shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in found]
-    return _halves(jax.make_jaxpr(program)(shapes, number, *leaves), tuple(found), jax.tree.structure(out))
+def _exchanges(jaxpr: Any) -> Iterator[Any]:
+    """The collectives that `_follow` meets, in its order."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in KIND_OF:
+            yield eqn
+        elif (inner := called_program(eqn)) is not None:
+            yield from _exchanges(inner)
 
 
 def _read(values: Mapping[Any, Any], x: Any) -> Any:
