@@ -1,5 +1,7 @@
 """Shared by the tests of the planner: a small model, facts that are made up."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +30,13 @@ def batch(workers=2):
 
 def plan_of(candidates, **options):
     return jc.plan(loss, PARAMS, batch(), **{"mesh": mesh_of(2), "candidates": candidates, "tried": 0, **options})
+
+
+def edited(path, change):
+    """Changes the file of a plan as a user may."""
+    plain = json.loads(path.read_text())
+    change(plain)
+    path.write_text(json.dumps(plain))
 
 
 def work(seconds, error=0.0, entries=2080):

@@ -94,19 +94,7 @@ GROUPS = {
 
 @pytest.mark.parametrize("groups", GROUPS)
 def test_every_way_to_write_groups(groups):
-    text = f"""HloModule m, num_partitions=8
-
-%add (a: f32[], b: f32[]) -> f32[] {{
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %s = f32[] add(%a, %b)
-}}
-
-ENTRY %main (x: bf16[10]) -> bf16[10] {{
-  %x = bf16[10]{{0}} parameter(0)
-  ROOT %r = bf16[10]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups}, to_apply=%add
-}}
-"""
+    text = one_reduction(groups).replace("num_partitions=4", "num_partitions=8").replace("f32", "bf16")
     (row,) = read(text).rows
     assert (row.group_size, row.dtype, row.shape, row.operand_bytes) == (GROUPS[groups], "bf16", (10,), 20)
 
@@ -293,28 +281,18 @@ def test_no_other_collective_is_left_in_a_training_step():
 
 
 def test_collectives_in_the_condition_of_a_loop_count():
-    mesh = mesh_of(2)
-
-    def loop(x):
-        return jax.lax.while_loop(lambda c: jnp.sum(jax.lax.psum(c, AXIS)) < 100, lambda c: c + 1, x)
-
-    rows = jc.ledger(jax.shard_map(loop, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)), jnp.zeros(64)).rows
-    assert [row.op for row in rows] == ["all-reduce"]
-    assert rows[0].times is None
+    loop = lambda x: lax.while_loop(lambda c: jnp.sum(lax.psum(c, AXIS)) < 100, lambda c: c + 1, x)
+    (row,) = jc.ledger(mapped(loop, out_specs=SPLIT), X).rows
+    assert (row.op, row.times) == ("all-reduce", None)
 
 
 def test_a_total_with_a_loop_of_unknown_length_says_at_least():
-    mesh = mesh_of(2)
-
-    def loop(x):
-        return jax.lax.while_loop(
-            lambda c: jnp.max(c) < 100, lambda c: jax.lax.ppermute(c + 1, AXIS, [(0, 1), (1, 0)]), x
-        )
-
-    unknown = jc.ledger(jax.shard_map(loop, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)), jnp.zeros(64))
+    ring = [(i, (i + 1) % N) for i in range(N)]
+    loop = lambda x: lax.while_loop(lambda c: jnp.max(c) < 100, lambda c: lax.ppermute(c + 1, AXIS, ring), x)
+    unknown = jc.ledger(mapped(loop, out_specs=SPLIT), X)
     assert unknown.is_bound
-    assert unknown.total_bytes == 4 * 32
-    assert str(unknown).endswith("total: at least 128 bytes sent per device")
+    assert unknown.total_bytes == 4000
+    assert str(unknown).endswith("total: at least 4,000 bytes sent per device")
     known = jc.ledger(mapped(lambda x: lax.psum(x, AXIS)), X)
     assert not known.is_bound
     assert "at least" not in str(known)
@@ -623,30 +601,14 @@ def test_halves_of_a_permutation_are_one():
     assert not book.unknown
 
 
-LOCAL = [
-    "TopK",
-    "__gpu$TopK",
-    "ApproxTopK",
-    "PartialReduce",
-    "Sharding",
-    "SPMDFullToShardShape",
-    "SliceId",
-    "ZeroCrop",
-    "__cublas$gemm",
-    "__cublas$lt$matmul$f8",
-    "__cudnn$convForward",
-    "cu_threefry2x32",
-    "lapack_sgetrf_ffi",
-    "cusolver_syevd_ffi",
-    "ducc_fft",
-    "__cub$DeviceRadixSort",
-    "annotate_device_placement",
-    "ragged_paged_attention",
-    "quantize_rows",
-]
+LOCAL = """
+TopK __gpu$TopK ApproxTopK PartialReduce Sharding SPMDFullToShardShape SliceId ZeroCrop __cublas$gemm
+__cublas$lt$matmul$f8 __cudnn$convForward cu_threefry2x32 lapack_sgetrf_ffi cusolver_syevd_ffi ducc_fft
+__cub$DeviceRadixSort annotate_device_placement ragged_paged_attention quantize_rows
+"""
 
 
-@pytest.mark.parametrize("target", LOCAL)
+@pytest.mark.parametrize("target", LOCAL.split())
 def test_local_calls_are_no_communication(target):
     assert read(with_instruction(CUSTOM.format(target))).rows == ()
 

@@ -1,9 +1,7 @@
 """`jaxcomp plan`: recommendations, and plans from a file."""
 
-import json
-
 import pytest
-from plan_worlds import F32, NAMED, SPARSE, plan_of, work
+from plan_worlds import F32, NAMED, SPARSE, edited, plan_of, work
 
 from jaxcomp.cli import main
 
@@ -18,9 +16,7 @@ def file_of(machine, tmp_path):
         machine(1e-7, {each.name: work(1e-3, 0.5) for each in candidates})
         path = tmp_path / "plan.json"
         plan_of(list(candidates), cache=path)
-        plain = json.loads(path.read_text())
-        plain["about"] |= about
-        path.write_text(json.dumps(plain))
+        edited(path, lambda plain: plain["about"].update(about))
         return ["plan", "--facts", str(path)]
 
     return write

@@ -1,6 +1,5 @@
 """`jc.plan` on virtual devices: what it returns and keeps in its file, never how long anything took."""
 
-import json
 import math
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from plan_worlds import F32, NAMED, PARAMS, SPARSE, batch, loss, plan_of, work
+from plan_worlds import F32, NAMED, PARAMS, SPARSE, batch, edited, loss, plan_of, work
 from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
@@ -19,12 +18,6 @@ from jaxcomp.plan.facts import from_text
 
 RUN = {"tried": 1, "budget": 1000.0}
 ran = lambda plan: {row.candidate.name for row in plan.rows if row.measured is not None}
-
-
-def edited(path, change):
-    plain = json.loads(path.read_text())
-    change(plain)
-    path.write_text(json.dumps(plain))
 
 
 def test_a_plan_measures_advises_and_keeps_its_facts(tmp_path):
