@@ -148,7 +148,6 @@ def test_axes_together_hierarchies_and_sharded_parameters(tmp_path, capsys):
     found = jc.plan(loss, params, batch(), mesh=mesh, candidates=candidates, budget=1000.0, tried=2)
     assert found.facts.about["leaves"] == ["float32[16]", "float32[32,32]"]
     assert ran(found) == {each.name for each in candidates}
-    assert "an exchange every 2 steps" in found.table
 
 
 @pytest.mark.parametrize(
