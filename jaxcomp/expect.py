@@ -116,24 +116,20 @@ def _terms(promises: Mapping[str, Any], mesh: Any) -> list[Term]:
     terms = [Term("unknown", parse("unknown", unknown), lambda row: row.is_unknown)]
     for name, given in promises.items():
         if name in axes:
-            crosses = lambda row, name=name: not _nowhere(row) and name in row.axes(mesh)
+            crosses = lambda row, name=name: name in row.axes(mesh)
             parts = given if isinstance(given, Mapping) else {"total": given}
             for part, limit in parts.items():
                 inside = _selected(f"{name}[{part!r}]", part, mesh)
                 both = lambda row, crosses=crosses, inside=inside: crosses(row) and inside(row)
                 terms.append(Term(name if part == "total" else f"{name}[{part!r}]", parse(name, limit), both))
         elif name == "rest":
-            left = lambda row: not _nowhere(row) and not set(row.axes(mesh)) & set(named)
+            left = lambda row: bool(row.groups or not row.is_unknown) and not set(row.axes(mesh)) & set(named)
             if mesh is None:
                 raise ValueError("expect: rest= needs mesh=, or arguments that lie on one")
             terms.append(Term(name, parse(name, given), left))
         elif name != "unknown":
             terms.append(Term(name, parse(name, given), _selected(name, name, mesh)))
     return terms
-
-
-def _nowhere(row: Row) -> bool:
-    return row.is_unknown and not row.groups
 
 
 def _selected(name: str, part: str, mesh: Any) -> Callable[[Row], bool]:
@@ -222,7 +218,7 @@ def _broken(term: Term, book: Ledger, other: Ledger | None, mesh: Any, args: Any
         lines = [f"expect: the program communicates in {len(rows)} ways that the ledger does not know"]
     new = _new(rows, before) if limit.amount is None else rows
     for row in sorted(new, key=lambda row: -row.sent_bytes)[:SHOWN]:
-        lines += [f"  {_said(row, mesh)}", *(f"      {line}" for line in _more(row, mesh, args))]
+        lines += [f"  {_said(row, mesh)}", *(f"      {line}" for line in _more(row, args))]
     if len(new) > SHOWN:
         lines.append(f"  and {len(new) - SHOWN} more")
     if limit.is_upper and len(rows) > 1 and not endless:
@@ -265,7 +261,7 @@ def _said(row: Row, mesh: Any) -> str:
     return f"{_short(row)}{over}{often}: {_amount(row.sent_bytes)}"
 
 
-def _more(row: Row, mesh: Any, args: Any) -> list[str]:
+def _more(row: Row, args: Any) -> list[str]:
     """The line that a collective comes from, and what would make it go."""
     lines = [f"at {row.source}"] if row.source else []
     if row.is_unknown:

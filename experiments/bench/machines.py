@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxcomp as jc
-from experiments.bench.text import BANDWIDTH, FLOPS, LAUNCH, TREES, WAIT, _on_one, _step, codec
+from experiments.bench.text import BANDWIDTH, FLOPS, LAUNCH, TREES, WAIT, codec, on_one, step_case
 from experiments.figures import Figure, code_of
 from experiments.lib.cli import at_least
 from experiments.lib.codecs import chosen
@@ -67,7 +67,7 @@ def cost_of(mesh: Any, case: Any, turns: int, copy: float) -> tuple[float, float
 def row_of(mesh: Any, name: str, size: int, copy: float) -> dict[str, Any]:
     turns = TURNS.get(name, 0)
     if name in ALGORITHMS:
-        first, other = cost_of(mesh, _step(ALGORITHMS[name], *TREES[290]), turns, copy), (0.0, 0.0)
+        first, other = cost_of(mesh, step_case(ALGORITHMS[name], *TREES[290]), turns, copy), (0.0, 0.0)
     else:
         parts = [codec(part, CODECS[name], size) for part in ("compress", "decompress")]
         first, other = (cost_of(mesh, case, turns, copy) for case in parts)
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
     source += "that XLA makes for an H100 (python -m experiments bench machines)"
     if kind != "h100":
         like = targets.shapes_on(mesh, jax.ShapeDtypeStruct((size,), jnp.float32))
-        compiled: Any = _on_one(mesh, lambda x: 2 * x).lower(like).compile()
+        compiled: Any = on_one(mesh, lambda x: 2 * x).lower(like).compile()
         copy = float(cycles(compiled.as_text()))
         bandwidth = 8 * size / compiled.cost_analysis()["optimal_seconds"]
         source = "computed: cycles that libtpu estimates; nothing was measured"

@@ -23,7 +23,7 @@ from experiments.lib.report import Columns
 from experiments.lib.run import Run, parser_of
 from jaxcomp.base import Algorithm, Compressor, State, for_worker
 
-__all__ = ["MEASURED", "cases", "codec", "main", "row_of"]
+__all__ = ["MEASURED", "cases", "codec", "main", "on_one", "row_of", "step_case"]
 
 # Of an H200: bytes a second of a copy; seconds of a kernel that does next to nothing, and of a wait of the host (both
 # fitted to top_k, 256 kernels and one wait, and to sidco, 54 and four); products in f32 without tensor cores.
@@ -103,7 +103,7 @@ class Case(NamedTuple):
     size: int
 
 
-def _on_one(mesh: Any, function: Callable[..., Any]) -> Any:
+def on_one(mesh: Any, function: Callable[..., Any]) -> Any:
     """Of one device, as a program for it."""
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
 
@@ -124,18 +124,18 @@ def codec(part: str, make: Callable[[], Compressor], size: int, workers: int = 0
         if part == "decompress":
             payload = jax.eval_shape(compress, key, like, state)
             function = lambda payload, shared: compressor.decompress(payload, for_worker(compressor, shared, 0), like)
-            return _on_one(mesh, function), targets.shapes_on(mesh, (payload, state.shared))
+            return on_one(mesh, function), targets.shapes_on(mesh, (payload, state.shared))
         if not workers:
-            return _on_one(mesh, compress), targets.shapes_on(mesh, (key, like, state))
+            return on_one(mesh, compress), targets.shapes_on(mesh, (key, like, state))
         keys = jax.eval_shape(lambda key: jax.random.split(key, workers), key)
         each = jax.vmap(compress, in_axes=(0, 0, None))
         rows = jax.ShapeDtypeStruct((workers, size), jnp.float32)
-        return _on_one(mesh, each), targets.shapes_on(mesh, (keys, rows, state))
+        return on_one(mesh, each), targets.shapes_on(mesh, (keys, rows, state))
 
     return Case(build, size * max(workers, 1))
 
 
-def _step(make: Callable[[], Algorithm], layers: int, width: int) -> Case:
+def step_case(make: Callable[[], Algorithm], layers: int, width: int) -> Case:
     like = gpt_like(layers, width)
 
     def build(mesh: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -153,7 +153,7 @@ def cases(log2_size: int) -> dict[str, Case]:
         for name in ("sidco", "top_k", "dithering(7)")
     }
     steps = {
-        f"step {leaves} leaves, {name}": _step(make, *tree)
+        f"step {leaves} leaves, {name}": step_case(make, *tree)
         for leaves, tree in TREES.items()
         for name, make in STEPS.items()
     }

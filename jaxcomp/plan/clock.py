@@ -10,8 +10,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp.exchange.axes import axis_names
-
 __all__ = ["MeshClock"]
 
 TURN_SECONDS = 0.05  # for which a short program is repeated in a round
@@ -38,10 +36,6 @@ class MeshClock:
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
-
-    def workers(self, axis: Any) -> int:
-        """Workers along an axis, or along several."""
-        return int(np.prod([self.sizes[name] for name in axis_names(axis)]))
 
     def local_rows(self, row: Any) -> jax.Array:
         """An array with a leading axis of devices; each device of this process has this row."""

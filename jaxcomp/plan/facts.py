@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.checks import is_within
-from jaxcomp.exchange.axes import axis_names
 from jaxcomp.plan.links import Fit, Fits, check_kind
 
 __all__ = [
@@ -89,10 +88,6 @@ class Facts(NamedTuple):
     forward_share: float
     overlap: float
     trials: Trials | None = None
-
-    def workers(self, axis: Any) -> int:
-        """Workers along an axis, a name or a tuple of them."""
-        return math.prod(self.sizes[name] for name in axis_names(axis))
 
 
 def trials_of(facts: Facts, options: Mapping[str, Any], seconds: Mapping[str, float]) -> Trials:

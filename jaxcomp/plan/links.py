@@ -19,7 +19,7 @@ ratio at the end that is nearer.
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -231,13 +231,13 @@ def least_squares(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return found / scale, inverse * max(least / free if free > 0 else 1.0, 1.0) / np.outer(scale, scale)
 
 
-def workers_of(axis: str, sizes: Mapping[str, int]) -> int:
-    """Workers of an axis, or of several whose names stand between commas.
+def workers_of(axis: Any, sizes: Mapping[str, int]) -> int:
+    """Workers along an axis, or along several: a tuple of names, or one text with commas between them.
 
-    >>> workers_of("a,b", {"a": 2, "b": 4})
-    8
+    >>> workers_of("a,b", {"a": 2, "b": 4}), workers_of(("b",), {"a": 2, "b": 4})
+    (8, 4)
     """
-    return math.prod(sizes[name] for name in axis.split(","))
+    return math.prod(sizes[name] for name in (axis.split(",") if isinstance(axis, str) else axis))
 
 
 def seconds_of(collectives: Iterable[Collective], fits: Fits, sizes: Mapping[str, int]) -> Seconds:

@@ -21,7 +21,7 @@ from jaxcomp.exchange.axes import axis_names
 from jaxcomp.plan.candidates import Candidate, sent_back
 from jaxcomp.plan.clock import MeshClock
 from jaxcomp.plan.facts import Line, Work
-from jaxcomp.plan.links import Collective, Fit, Timing, fit
+from jaxcomp.plan.links import Collective, Fit, Timing, fit, workers_of
 from jaxcomp.plan.predict import overlap_of
 from jaxcomp.plan.programs import Halves, Inseparable, offline, settled
 from jaxcomp.transforms.local_steps import local_steps
@@ -72,7 +72,7 @@ def sweep(clock: MeshClock, kind: str, axis: Any, most_bytes: float, seconds: fl
 
     seconds: larger sizes are left out once they would take longer.
     """
-    workers, timings = clock.workers(axis), list[Timing]()
+    workers, timings = workers_of(axis, clock.sizes), list[Timing]()
     most = int(np.clip(most_bytes, STEP**2 * LEAST_BYTES, MOST_BYTES))
     for size in sorted({LEAST_BYTES, *(most // STEP**i for i in range(4))}):
         words = max(size // 4 // workers, 1) * workers
@@ -105,7 +105,7 @@ def overlap_on(clock: MeshClock, axis: Any, seconds: float, link: Fit | None = N
 
     link: of all-reduces. On a slow one shorter operands are exchanged, so that the seconds hold several rounds.
     """
-    workers, words = clock.workers(axis), MOST_OVERLAP
+    workers, words = workers_of(axis, clock.sizes), MOST_OVERLAP
     while link is not None and words > LEAST_OVERLAP and link.seconds(4.0 * words, workers).mean > seconds / 30:
         words //= 2
 
@@ -173,7 +173,7 @@ def _working(clock: MeshClock, candidate: Candidate, axis: Any, grads: Any) -> t
         state = jax.tree.map(np.asarray, jax.jit(begin.whole)(first, [], grads)[1])
         halves = offline(lambda state, grads: tx.update(grads, state), clock.sizes, state, grads)
     except Inseparable:
-        return [], _lost(clock, sent_back(candidate, grads, clock.workers(axis)), grads)
+        return [], _lost(clock, sent_back(candidate, grads, workers_of(axis, clock.sizes)), grads)
     given = [clock.local_rows(x) for x in (first, *jax.tree.leaves((state, grads)))]
     early, late = _compiled(clock, halves, given)
     kept = early(*given)
@@ -182,7 +182,7 @@ def _working(clock: MeshClock, candidate: Candidate, axis: Any, grads: Any) -> t
     send = lambda received: here(halves.both(kept, late(placed(received), kept))[0])
     brought = placed(settled(halves.arrivals, send, lambda changed: clock.agreed([changed])[0] > 0))
     if any(each.is_part for each in halves.arrivals):
-        back = sent_back(candidate, grads, clock.workers(axis))
+        back = sent_back(candidate, grads, workers_of(axis, clock.sizes))
     else:
         back = here(halves.both(kept, late(brought, kept))[1][0])
     return [lambda: early(*given), lambda: late(brought, kept)], _lost(clock, back, grads)

@@ -20,7 +20,7 @@ from jaxcomp.plan.advise import choose, table, verdict
 from jaxcomp.plan.candidates import Candidate, ErrorBound, Limits, candidates_of, dense_candidates, traced
 from jaxcomp.plan.clock import MeshClock
 from jaxcomp.plan.facts import Facts
-from jaxcomp.plan.links import Collective
+from jaxcomp.plan.links import Collective, workers_of
 from jaxcomp.plan.measure import Workload, links_of, overlap_on, sample_of, seconds_of_steps, step_of, work_of
 from jaxcomp.plan.predict import Advice, rows_of, shared_work, step_seconds, with_expected
 from jaxcomp.plan.watch import Watch
@@ -171,7 +171,7 @@ def plan(
     if not isinstance(found, Mesh):
         raise TypeError(f"plan: mesh must be a jax.sharding.Mesh with devices; got {found!r}")
     clock = MeshClock(found, BUDGET if budget is None else budget)
-    if clock.workers(axis) == 1:
+    if workers_of(axis, clock.sizes) == 1:
         return _alone(candidates)
     batch = batch if isinstance(batch, tuple) else (batch,)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # whatever mesh is in force here

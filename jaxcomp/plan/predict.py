@@ -46,7 +46,7 @@ from jaxcomp.plan.candidates import (
     sent_bytes,
 )
 from jaxcomp.plan.facts import Facts, Work
-from jaxcomp.plan.links import Collective, seconds_of
+from jaxcomp.plan.links import Collective, seconds_of, workers_of
 
 __all__ = ["Advice", "StepParts", "overlap_of", "rows_of", "shared_work", "step_seconds", "with_expected"]
 
@@ -173,7 +173,7 @@ def rows_of(
         row = _predicted(each, facts, work.get(each.name), like, axis, collectives, shares)
         refused = limits.refusal(each.every, row.loss.bound if row.error is None else row.error)
         twin = whole.get((id(each.algorithm), each.via, each.every)) if each.bucket_bytes else None
-        if refused is None and refuse_idle and compresses_nothing(each, like, facts.workers(axis)):
+        if refused is None and refuse_idle and compresses_nothing(each, like, workers_of(axis, facts.sizes)):
             refused = "compresses nothing: every leaf travels dense"
         elif refused is None and twin is not None and len(shares) == 1:
             refused = f"the same as {twin}: all leaves are one bucket"
@@ -214,7 +214,7 @@ def _predicted(
         deviation=network.deviation,
     )._replace(links=network.each)
     sent = sent_bytes(collectives, facts.sizes) / candidate.every
-    loss, error = error_bound(candidate, like, facts.workers(axis)), None if work is None else work.error
+    loss, error = error_bound(candidate, like, workers_of(axis, facts.sizes)), None if work is None else work.error
     return Advice(candidate, parts, sent, loss, error, bound=work is None, collectives=tuple(collectives))
 
 
