@@ -20,8 +20,13 @@ __all__ = ["expect"]
 
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-COMPARED = {"<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt}
-COMPARED |= {"==": lambda sent, promised: round(sent) == round(promised)}
+COMPARED: dict[str, Callable[[float, float], bool]] = {
+    "<=": operator.le,
+    "<": operator.lt,
+    "==": lambda sent, promised: round(sent) == round(promised),
+    ">=": operator.ge,
+    ">": operator.gt,
+}
 DTYPES = re.compile(r"pred|(?:[suf]|bf|c)\d+|f\d+e\d+m\d+\w*|f8\w*")
 SHOWN = 5  # collectives in a message
 

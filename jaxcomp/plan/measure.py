@@ -257,29 +257,30 @@ def step_of(work: Workload, candidate: Candidate) -> Step:
     """The step of a candidate; the same object for the same one."""
     clock, loss, params, batch, axis = work
     algorithm, axis = candidate.placed(axis)
-    where, every = (algorithm, clock.mesh, axis), candidate.every
+    where = (algorithm, clock.mesh, axis)
 
-    def make() -> Step:
-        if every == 1:
-            grad_fn = value_and_grad(loss, *where, **candidate.options)
-            first, given = grad_fn.init(params), (params, *batch)
+    def every_step() -> Step:
+        grad_fn = value_and_grad(loss, *where, **candidate.options)
 
-            def one(state, params, *batch):
-                value, grads, state = grad_fn(params, state, *batch)
-                return (value, grads), state
-
-        else:
-            steps = local_steps(loss, optax.sgd(RATE), optax.sgd(1.0), *where, every=every, **candidate.options)
-            first, given = steps.init(params), batch
-
-            def one(state, *batch):
-                value, *state = steps(*state, *batch)
-                return value, tuple(state)
+        def one(state, params, *batch):
+            value, grads, state = grad_fn(params, state, *batch)
+            return (value, grads), state
 
         run = jax.jit(one, donate_argnums=0)
-        return Step(lambda state: run(state, *given), first, every)
+        return Step(lambda state: run(state, params, *batch), grad_fn.init(params), 1)
 
-    return clock.keep(("step", loss, candidate.name), make)
+    def local() -> Step:
+        every = candidate.every
+        steps = local_steps(loss, optax.sgd(RATE), optax.sgd(1.0), *where, every=every, **candidate.options)
+
+        def one(state, *batch):
+            value, *state = steps(*state, *batch)
+            return value, tuple(state)
+
+        run = jax.jit(one, donate_argnums=0)
+        return Step(lambda state: run(state, *batch), steps.init(params), every)
+
+    return clock.keep(("step", loss, candidate.name), every_step if candidate.every == 1 else local)
 
 
 def seconds_of_steps(clock: MeshClock, steps: Sequence[Step], rounds: int, most: float) -> np.ndarray:

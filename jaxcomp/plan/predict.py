@@ -166,7 +166,8 @@ def rows_of(
     for each in candidates:
         collectives = sent[each.name]
         if isinstance(collectives, str):
-            nothing = StepParts(*[math.nan] * 7)
+            nan = math.nan
+            nothing = StepParts(nan, nan, nan, nan, nan, nan, nan)
             rows.append(Advice(each, nothing, math.nan, ErrorBound(), refused=collectives))
             continue
         shares = bucket_shares(each, like)
