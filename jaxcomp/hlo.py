@@ -199,9 +199,8 @@ def contents_of(type_: str) -> list[Contents]:
             sizes = [1] * (len(edges) - len(sizes)) + sizes
             for place, edge in enumerate(edges, start=len(sizes) - len(edges)):
                 sizes[place] += -sizes[place] % edge
-        result.append(
-            Contents(dtype, shape, math.prod(shape) * bits_of(dtype) // 8, math.prod(sizes) * bits_of(dtype) // 8)
-        )
+        bits = bits_of(dtype)
+        result.append(Contents(dtype, shape, math.prod(shape) * bits // 8, math.prod(sizes) * bits // 8))
     return result
 
 

@@ -137,11 +137,8 @@ def targets(text: str) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Groups of chips, or pairs, that a `_xla_megascale_target` in a text names, as (slice, chip) from zero; none where
     it names no chips that there can be."""
     groups = named_in(text)
-    return (
-        groups
-        if groups and all(group and all(0 <= s < MOST and chip < MOST for s, chip in group) for group in groups)
-        else ()
-    )
+    exist = all(group and all(0 <= s < MOST and chip < MOST for s, chip in group) for group in groups)
+    return groups if exist else ()
 
 
 def named_in(text: str) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -132,7 +132,6 @@ class Halves(NamedTuple):
 def _halves(program: Any, arrivals: tuple[Arrival, ...], structure: Any) -> Halves:
     """Cuts a program whose first inputs are what is received, and whose first outputs are what is sent."""
     jaxpr, count = program.jaxpr, len(arrivals)
-    constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
     waiting, early, late = set(jaxpr.invars[:count]), [], []
     for eqn in jaxpr.eqns:
         is_late = not waiting.isdisjoint(_variables(eqn))
@@ -140,16 +139,13 @@ def _halves(program: Any, arrivals: tuple[Arrival, ...], structure: Any) -> Halv
         waiting.update(eqn.outvars if is_late else ())
     outs = [x for x in jaxpr.outvars if not isinstance(x, core.Literal)]
     used = dict.fromkeys([*(x for eqn in late for x in _variables(eqn)), *outs])
-    kept = [x for x in used if x not in waiting and x not in constants]
+    kept = [x for x in used if x not in waiting and x not in jaxpr.constvars]
     rest = [x for x in dict.fromkeys(outs) if x in waiting]
 
     def part(equations: list[Any], inputs: list[Any], outputs: list[Any]) -> Callable[..., list[Any]]:
-        def run(*given):
-            values = constants | dict(zip(inputs, jax.tree.leaves(given), strict=True))
-            _follow(equations, values)
-            return [_read(values, x) for x in outputs]
-
-        return run
+        own = jaxpr.replace(invars=inputs, outvars=outputs, eqns=equations)
+        run = core.jaxpr_as_fun(core.ClosedJaxpr(own, program.consts))
+        return lambda *given: run(*jax.tree.leaves(given))
 
     return Halves(
         part(early, jaxpr.invars[count:], kept),
@@ -203,16 +199,16 @@ def _read(values: Mapping[Any, Any], x: Any) -> Any:
     return x.val if isinstance(x, core.Literal) else values[x]
 
 
-def _follow(equations: Any, values: dict[Any, Any], number: Any = None, exchange: Callable | None = None) -> None:
+def _follow(equations: Any, values: dict[Any, Any], number: Any, exchange: Callable[[Any, Any], list[Any]]) -> None:
     """Computes equations in their order, into `values`; collectives are done by exchange(equation, operands)."""
     for eqn in equations:
         operands, name = [_read(values, x) for x in eqn.invars], eqn.primitive.name
         called = next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
-        if exchange is not None and name in KIND_OF:
+        if name in KIND_OF:
             results = exchange(eqn, operands)
         elif name == "axis_index":
             results = [number]
-        elif exchange is not None and name in CALLS and called is not None:
+        elif name in CALLS and called is not None:
             jaxpr, constants = getattr(called, "jaxpr", called), getattr(called, "consts", ())
             inner = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *operands], strict=True))
             _follow(jaxpr.eqns, inner, number, exchange)
