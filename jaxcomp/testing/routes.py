@@ -69,7 +69,7 @@ def check_route(
     numbers, refused = [], ""
     for n in workers:
         try:
-            jax.eval_shape(*_round(simulated, route, next(iter(found.values())), n))
+            jax.eval_shape(*_round_of(simulated, route, next(iter(found.values())), n))
             numbers.append(n)
         except ValueError as error:
             refused = str(error)
@@ -79,7 +79,7 @@ def check_route(
     return all_hold(f"the route {route.name!r}", ROUTE_LAWS, laws, lambda law: ROUTE_LAWS[law](tried))
 
 
-def _round(make: Callable[..., Any], route: Route, algorithm: Algorithm, n: int) -> tuple[Any, ...]:
+def _round_of(make: Callable[..., Any], route: Route, algorithm: Algorithm, n: int) -> tuple[Any, ...]:
     """A round among n workers, as `simulated` or `on_devices` makes it, and its arguments."""
     step, state = make(compressed_mean(algorithm, AXIS, via=route), zeros_like(PARAMS), n)
     return step, gradients(PARAMS, n, n), state
@@ -96,7 +96,7 @@ class Tried:
 
     def _round(self, route: Route, make: Callable[..., Any], name: str, n: int) -> tuple[Any, float, Any]:
         """Directions of a round, the bytes that a worker sends, and the program with its arguments."""
-        step, *args = _round(make, route, self.algorithms[name], n)
+        step, *args = _round_of(make, route, self.algorithms[name], n)
         direction, after = step(*args)
         return direction, float(info(after).sent_bytes), (step, *args)
 
