@@ -39,7 +39,9 @@ SENT: dict[str, Callable[[int, int], float]] = {
 
 UNKNOWN = "unknown: "
 # Instructions that take time: others move nothing, or little.
-COMPUTES = "call conditional convolution custom-call dot fft fusion gather reduce reduce-window scatter sort while"
+COMPUTES = frozenset(
+    "call conditional convolution custom-call dot fft fusion gather reduce reduce-window scatter sort while".split()
+)
 PACKAGE = f"{Path(__file__).parent}/"
 
 
@@ -266,13 +268,13 @@ class Module:
         starts, first = instruction.op.endswith("-start") or instruction.op == "send", every.index(instruction)
         if not (self.is_scheduled and starts):
             return None
-        begun, computes = {instruction.name}, COMPUTES.split()
+        begun = {instruction.name}
         if instruction.op == "send":
             name = rendezvous_of(instruction.attributes)
             begun |= {i.name for i in every if i.op == "recv" and rendezvous_of(i.attributes) == name}
         ends = [n for n, i in enumerate(every) if i.op.endswith("-done") and begun & set(read_by(i))]
         ends = [n for n in ends if every[n].op != "send-done"]
-        return sum(i.op in computes for i in every[first : max(ends)]) if ends else None
+        return sum(i.op in COMPUTES for i in every[first : max(ends)]) if ends else None
 
     def rows_of(self, op: str, instruction: Instruction, computation: str) -> Iterator[Row]:
         """Rows of an instruction that communicates and runs once, one for each array that it is given."""
