@@ -10,7 +10,7 @@ __all__ = ["check_like", "contraction", "is_integer", "is_number", "is_whole", "
 
 def is_whole(value: Any, least: int = 1) -> bool:
     """Whether it is an integer of at least `least`: not a bool, NaN, or text."""
-    return is_number(value) and float(value) >= least and value % 1 == 0
+    return is_number(value) and bool(value >= least) and bool(value % 1 == 0)
 
 
 def is_integer(value: Any, least: int = 1) -> bool:

@@ -39,9 +39,8 @@ SENT: dict[str, Callable[[int, int], float]] = {
 
 UNKNOWN = "unknown: "
 # Instructions that take time: others move nothing, or little.
-COMPUTES = frozenset(
-    "call conditional convolution custom-call dot fft fusion gather reduce reduce-window scatter sort while".split()
-)
+TAKES_TIME = "call conditional convolution custom-call dot fft fusion gather reduce reduce-window scatter sort while"
+COMPUTES = frozenset(TAKES_TIME.split())
 PACKAGE = f"{Path(__file__).parent}/"
 
 
