@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxcomp.exchange.collectives import gathered
-from jaxcomp.exchange.links import Cost, Levels, Link, cost_of
+from jaxcomp.exchange.links import cost_of
 from jaxcomp.exchange.routes.route import Parcel, Way, cuts_of, gathering_route, lengths_of
 from jaxcomp.payloads.unequal import message_of
 
@@ -38,10 +38,6 @@ def _warn_of_padding(payloads: Any, lengths: Any, workers: int) -> None:
         )
 
 
-def _cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
-    """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
-    n = len(lengths)
-    return cost_of("all_gather", 4 * capacity, n, link)
-
-
-GATHER = gathering_route("gather", gather_padded, _cost)
+GATHER = gathering_route(
+    "gather", gather_padded, lambda lengths, capacity, link: cost_of("all_gather", 4 * capacity, len(lengths), link)
+)

@@ -38,7 +38,6 @@ def _refuses(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
 
 
 def _carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carried:
-    """This worker's row of the mean (see `Route.carry`)."""
     del key
     (out,) = parcels
     row = jax.ShapeDtypeStruct(out.like.shape[1:], out.like.dtype)

@@ -164,7 +164,6 @@ def init(shared_key: Array, compressors: tuple[Compressor, ...], like: tuple[Any
 
 
 def _carry(parcels: Sequence[Parcel], way: Way, key: Array, state: State) -> Carried:
-    """The mean by way of the owners of its chunks (see `Route.carry`)."""
     (out,) = parcels
     compressor, axis, like = out.compressor, way.axis, _sent_like(out.compressor, out.like)
     replicas = way.replicas if way.workers > 1 else ()
@@ -186,7 +185,6 @@ def _carry(parcels: Sequence[Parcel], way: Way, key: Array, state: State) -> Car
 
 
 def _cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
-    """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     n = len(lengths)
     first, second = cost_of("all_to_all", 4 * capacity, n, link), cost_of("all_gather", 4 * capacity / n, n, link)
     return Cost(first.seconds + second.seconds, first.sent_bytes + second.sent_bytes)
