@@ -21,7 +21,7 @@ from jaxcomp.base import Compressor, Spec, State, on_vectors
 from jaxcomp.compressors.dense import cast, narrow_type
 from jaxcomp.compressors.rows import rows
 from jaxcomp.exchange.axes import Axis, axis_index, axis_size, is_bound, types_tell, varying, varying_axes
-from jaxcomp.exchange.collectives import all_max, all_sum, sum_scatter
+from jaxcomp.exchange.collectives import all_max, sum_scatter, summed
 from jaxcomp.exchange.collectives import gather_tree as gathered
 from jaxcomp.exchange.routes.route import Way
 from jaxcomp.exchange.routes.two_shot import first_shot, second_shot
@@ -264,7 +264,7 @@ def _mean(options: CollectiveOptions, x: Any, words: Array) -> Any:
     workers, share = way.workers, way.share
     wide = jax.tree.map(lambda leaf: leaf.astype(options.dtype), x)
     if options.wire is None:
-        total = all_sum(wide, axis, wide=options.dtype, share=share)
+        total, _ = summed(wide, axis, wide=options.dtype, share=share)
         return _cast_like(jax.tree.map(lambda t: t / (workers * share), total), x)
     exponents = _exponents(options, wide)
     wide = _scaled(wide, exponents, -1)
@@ -315,7 +315,7 @@ def _to_all(options: CollectiveOptions, mine: Array, shared_key: Array, private:
     like = jax.ShapeDtypeStruct((axis_size(options.axis), *mine.shape), mine.dtype)
     state = whole.init(shared_key, like)
     local = varying(jax.tree.map(lambda a: a[0], state.local.rows), varying_axes(mine))
-    return second_shot(private, mine, whole, State(local, state.shared), like, options.axis)[2]
+    return second_shot(private, mine, whole, State(local, state.shared), like, _way(options))[2]
 
 
 def _differentiable(function: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -368,7 +368,7 @@ def _whole(options: CollectiveOptions, part: Array, words: Array) -> Array:
         every = gathered(mine, options.axis)
     else:
         every = _to_all(options, mine.astype(options.dtype), *_keys(options, words)[0])
-    every = rounded_to(every.reshape(-1, *part.shape), part.dtype)
+    every = rounded_to(every.reshape(every.shape[0], *part.shape), part.dtype)
     return varying(_joined(options, every), options.axis)
 
 

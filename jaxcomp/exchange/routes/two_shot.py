@@ -77,8 +77,7 @@ def second_shot(
     compressor: Compressor,
     state: State,
     like: Any,
-    axis: Axis,
-    replicas: tuple[str, ...] = (),
+    way: Way,
 ) -> tuple[Any, Any, Array]:
     """Compresses the owner's chunk and brings it to all workers.
 
@@ -88,17 +87,16 @@ def second_shot(
         compressor: of a stack (`rows`).
         state: local of one chunk, shared of all.
         like: shapes of the mean, [n, c].
-        axis: of the workers.
-        replicas: see `Way`.
+        way: see `Way`.
 
     Returns:
         The payload of the chunk, the compressor's local state, and the chunks of all workers as they are decoded,
         [n, c], equal on all.
     """
-    payload, local = _of_row(compressor).compress(key, chunk, State(state.local, _row(state.shared, axis)))
+    payload, local = _of_row(compressor).compress(key, chunk, State(state.local, _row(state.shared, way.axis)))
     payload = varying(payload, varying_axes((chunk, payload)))
     read = lambda payloads, shared: compressor.decompress(payloads, shared, like)
-    return payload, local, on_equal_types(read, gathered(payload, axis, replicas)[0], state.shared)
+    return payload, local, on_equal_types(read, gathered(payload, way.axis, way.replicas)[0], state.shared)
 
 
 def _of_row(compressor: Compressor) -> Compressor:
@@ -165,8 +163,8 @@ def init(shared_key: Array, compressors: tuple[Compressor, ...], like: tuple[Any
 
 def _carry(parcels: Sequence[Parcel], way: Way, key: Array, state: State) -> Carried:
     (out,) = parcels
+    way = way if way.workers > 1 else way._replace(replicas=())
     compressor, axis, like = out.compressor, way.axis, _sent_like(out.compressor, out.like)
-    replicas = way.replicas if way.workers > 1 else ()
     row = jax.ShapeDtypeStruct(out.like.shape[1:], out.like.dtype)
     axes = (*axis_names(axis), *way.outer)
     memory, local = varying(state.local, axes)
@@ -175,11 +173,11 @@ def _carry(parcels: Sequence[Parcel], way: Way, key: Array, state: State) -> Car
     if _is_biased(compressor):
         chunk = bounded(chunk + memory)
     second, local, mean = second_shot(
-        key, bounded(chunk, like.dtype), compressor, State(local, state.shared), wide_like(like), axis, replicas
+        key, bounded(chunk, like.dtype), compressor, State(local, state.shared), wide_like(like), way
     )
     if _is_biased(compressor):
         memory = residual(_of_row(compressor), chunk, second, _row(state.shared, axis))
-    sent = all_to_all_bytes(out.payload, axis, replicas) + gather_bytes(second, axis, replicas)
+    sent = all_to_all_bytes(out.payload, axis, way.replicas) + gather_bytes(second, axis, way.replicas)
     after = State(Second(memory, local), advance(compressor, state.shared))
     return Carried((Arrived(mean=mean),), "two_shot", sent, after, lane_bytes(second), cheap_bits(second))
 
