@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from jaxcomp.arrays import finite, is_shapes, wide
+from jaxcomp.arrays import finite, is_shapes, wide, zeros_like
 
 __all__ = [
     "FEW",
@@ -127,7 +127,7 @@ def zeros_after(tree: Tree, like: Tree) -> Tree:
     """Zeros, made once the arrays of a tree are there: earlier they would only take memory."""
     arrays = [a for a in jax.tree.leaves(tree) if a.size]
     if not arrays:
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+        return zeros_like(like)
     there = functools.reduce(jnp.logical_and, map(opaque_true, arrays))
     zero = jnp.where(there, jnp.float32(0), jnp.float32(1))
     leaves, structure = jax.tree.flatten(like)
@@ -290,7 +290,8 @@ def made_apart(found: Any, sizes: Sequence[int]) -> list[Array]:
         edges = jnp.asarray([*starts, sum(sizes)], jnp.int32)
         runs = _runs(found.indices, edges)
         zero = jnp.where(opaque_true(found.values), 0, 1).astype(found.values.dtype)
-        entries, like = (found.indices.reshape(-1), found.values.reshape(-1)), lambda size: _like(size, found)
+        entries = found.indices.reshape(-1), found.values.reshape(-1)
+        like = lambda size: jax.ShapeDtypeStruct((size,), found.values.dtype)
         made: list[Array] = [zero] * len(sizes)
         for i, number in zip(large, _unknown(large, found.values), strict=True):
             with calls(inlined=False):
@@ -304,10 +305,6 @@ def made_apart(found: Any, sizes: Sequence[int]) -> list[Array]:
         return tuple(map(found.scaled, made))
 
     return list(unless_mapped(apart, lambda found: tuple(cut_apart(found.made(), sizes)))(found))
-
-
-def _like(size: int, found: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((size,), found.values.dtype)
 
 
 class _Runs(NamedTuple):
