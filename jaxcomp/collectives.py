@@ -302,7 +302,7 @@ def _owners_sum(options: CollectiveOptions, stack: Array, shared_key: Array, pri
     outer = varying_axes(stack)
     payload, _ = whole.compress(private, stack, State(varying(state.local, outer), state.shared))
     row = jax.ShapeDtypeStruct(like.shape[1:], like.dtype)
-    return first_shot(payload, whole, state.shared, row, _way(options)._replace(outer=outer))
+    return first_shot(payload, whole, state.shared, row, _way(options)._replace(outer=outer))[0]
 
 
 def _way(options: CollectiveOptions) -> Way:

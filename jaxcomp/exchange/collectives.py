@@ -37,7 +37,6 @@ __all__ = [
     "all_max",
     "all_sum_words",
     "all_to_all",
-    "all_to_all_bytes",
     "all_to_all_rows",
     "crossing_size",
     "fills_tiles",
@@ -281,36 +280,29 @@ def _shared_out(rows: Array, replicas: tuple[str, ...], exchange: Callable[[Arra
     return whole.reshape(*whole.shape[:-2], size * devices)[..., : rows.shape[-1]]
 
 
-def all_to_all(tree: Any, axis: Axis, replicas: tuple[str, ...] = ()) -> Any:
-    """Row j of every array goes to worker j: [n, ...] by destination becomes [n, ...] by origin.
+def all_to_all(tree: Any, axis: Axis, replicas: tuple[str, ...] = ()) -> tuple[Any, float]:
+    """Row j of every array goes to worker j: [n, ...] by destination becomes [n, ...] by origin. And the bytes that a
+    device sends: all rows but its own, or its part of them; replicas then send on what arrived.
 
     replicas: as for `gathered`.
     """
     if not axis:
-        return tree
+        return tree, 0.0
     leaves, structure = jax.tree.flatten(varying(tree, axis))
     workers = axis_size(axis)
     replicas = replicas if workers > 1 else ()  # else nothing arrives from others
+    devices, sent = axis_size(replicas), 0
     arrived: list[Any] = [None] * len(leaves)
     for lane in word_lanes(leaves):
+        part, width = -(-(lane.size // workers) // devices), lane.dtype.itemsize
+        sent += (workers - 1) * crossing_size(part, width, rows_from=NEVER) * width
+        sent += (devices - 1) * workers * crossing_size(part, width) * width
         rows = _pack(lane, leaves, (workers,))
         rows = _shared_out(rows, replicas, lambda part: all_to_all_rows(part, axis)) if lane.size else rows
         sizes = [size // workers for size in lane.sizes]
         for i, array in zip(lane.places, _unpack(lane, rows, leaves, sizes), strict=True):
             arrived[i] = array.reshape(leaves[i].shape)
-    return jax.tree.unflatten(structure, arrived)
-
-
-def all_to_all_bytes(tree: Any, axis: Axis, replicas: tuple[str, ...] = ()) -> float:
-    """Bytes that a device sends in `all_to_all`: all rows but its own, or its part of them; replicas then send on what
-    arrived."""
-    workers = axis_size(axis)
-    devices, sent = axis_size(replicas) if workers > 1 else 1, 0
-    for lane in word_lanes(tree):
-        part, width = -(-(lane.size // workers) // devices), lane.dtype.itemsize
-        sent += (workers - 1) * crossing_size(part, width, rows_from=NEVER) * width
-        sent += (devices - 1) * workers * crossing_size(part, width) * width if devices > 1 else 0
-    return float(sent)
+    return jax.tree.unflatten(structure, arrived), float(sent)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def test_everything_arrives(long, alone, on_a_mesh, seed, monkeypatch):
     monkeypatch.setattr(lanes, "ALONE_BYTES", alone)
     rng = np.random.default_rng(seed)
     given = {name: jnp.asarray(rng.integers(0, 99, (N, N, *x.shape)), x.dtype) for name, x in MIXED.items()}
-    both = lambda x: (lanes.gather_tree(x, AXIS), lanes.all_to_all(x, AXIS))
+    both = lambda x: (lanes.gather_tree(x, AXIS), lanes.all_to_all(x, AXIS)[0])
     if on_a_mesh:
         rows_of = lambda tree: jax.tree.map(lambda x: x[None], tree)
         one = lambda tree: (lambda rows, parts: (rows, rows_of(parts)))(*both(jax.tree.map(lambda x: x[0], tree)))
@@ -94,7 +94,7 @@ def test_shapes_that_fill_tiles_of_tpus_change_no_value(on_a_mesh, seed, monkeyp
 
     def every(tree, rows):
         summed = lanes.summed({name: tree[name] for name in floats}, AXIS, exact=True)[0]
-        return (summed, lanes.gather_tree(tree, AXIS)), lanes.all_to_all(rows, AXIS)
+        return (summed, lanes.gather_tree(tree, AXIS)), lanes.all_to_all(rows, AXIS)[0]
 
     def run(form):
         monkeypatch.setattr(collectives, "platform", lambda: form)
