@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from jaxcomp.checks import is_integer, is_number
 from jaxcomp.transports.base import check_name, check_positive
 from jaxcomp.transports.mailboxes import Mailboxes
 from jaxcomp.transports.packets import packed, unpacked
@@ -123,8 +124,8 @@ def _posted(boxes: Mailboxes, source: str, fields: Mapping[str, Any], blobs: Seq
 
 
 def _taken(boxes: Mailboxes, source: str, fields: Mapping[str, Any], blobs: Sequence[bytes], most_bytes: int) -> bytes:
-    seconds = fields.get("seconds")
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= LONGEST_WAIT:
+    seconds: Any = fields.get("seconds")
+    if not is_number(seconds) or not 0 <= seconds <= LONGEST_WAIT:
         raise WireError("seconds", seconds, f"in [0, {LONGEST_WAIT:g}]")
     found = boxes.take(source, check_name("tag", fields.get("tag")), seconds, most_bytes)
     return packed({"sources": [name for name, _ in found]}, [data for _, data in found])
@@ -216,7 +217,7 @@ def site(
 
 
 def _options(most_bytes: int) -> list[tuple[str, int]]:
-    if isinstance(most_bytes, bool) or not isinstance(most_bytes, int) or not 1 <= most_bytes < 2**31 - 2**16:
+    if not is_integer(most_bytes) or most_bytes >= 2**31 - 2**16:
         raise ValueError(f"transports: most_bytes must be an integer in [1, {2**31 - 2**16}); got {most_bytes!r}")
     room = most_bytes + 2**16  # for the fields beside the message
     return [
