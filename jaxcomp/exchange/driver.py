@@ -270,7 +270,8 @@ class Exchange(NamedTuple):
         except TooLong:
             return self
         pairs = lambda groups: list(zip(compressors_of(self.choices, groups.groups), groups.like, strict=True))
-        return other if two_shots_pay(*map(pairs, both), workers, self._levels(workers)) else self
+        own, chunks = map(pairs, both)
+        return other if two_shots_pay(own, chunks, workers, self._levels(workers)) else self
 
     def _levels(self, workers: int) -> Link | Levels:
         return placed_on(self.name, self.link, axis_names(self.placement.workers), workers)
@@ -299,7 +300,8 @@ class _Turn:
 
     def answer(self, requests: list[Any]) -> list[Any]:
         """The answers to requests: messages together, sums together, conditionals one by one."""
-        asked, added = ([each for each in requests if isinstance(each, kind)] for kind in (Mean, Sum))
+        asked = [each for each in requests if isinstance(each, Mean)]
+        added = [each for each in requests if isinstance(each, Sum)]
         found = {Mean: iter(self._means(asked) if asked else ()), Sum: iter(self._sums(added) if added else ())}
         return [self._cond(each) if isinstance(each, Cond) else next(found[type(each)]) for each in requests]
 
@@ -415,7 +417,7 @@ class Message:
 
     @functools.cached_property
     def own(self) -> tuple[Any, ...]:
-        return self._decoded(self.parcels)
+        return self.decoded(self.parcels)
 
     @property
     def residual(self) -> tuple[Any, ...]:
