@@ -22,10 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh
 
 from jaxcomp import backend_cpu, backend_gpu, backend_tpu
-from jaxcomp.arrays import as_words, bounded, check_decoded, finite, is_shapes, like_of, weighted
+from jaxcomp.arrays import as_words, bounded, check_decoded, finite, is_shapes, like_of, weighted, zeros_like
 
 __all__ = [
     "LONG",
@@ -65,9 +64,11 @@ __all__ = [
     "only_if",
     "over_rows",
     "platform",
+    "recomputes",
     "rows_at_once",
     "running",
     "running_in_rows",
+    "seen_anew",
     "shared_program",
     "side_by_side",
     "step_in_place",
@@ -80,21 +81,18 @@ Array = jax.Array
 Tree = Any
 
 
-def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
+def platform() -> str:
     """ "cpu", "gpu" or "tpu": of the devices that the program being traced will run on.
 
-    These are the devices of `mesh`; without one, those of the mesh that is bound (inside `jax.shard_map`, `jax.pmap` or
-    `jax.set_mesh`, also where a program is compiled ahead of time for devices that are not there); elsewhere (under
-    `vmap`, on one device) those of `jax.default_device`, or of the default backend. A mesh of shapes alone
-    (`AbstractMesh` without a device) says nothing.
+    These are the devices of the mesh that is bound (inside `jax.shard_map`, `jax.pmap` or `jax.set_mesh`, also where a
+    program is compiled ahead of time for devices that are not there); elsewhere (under `vmap`, on one device) those of
+    `jax.default_device`, or of the default backend. A mesh of shapes alone (`AbstractMesh` without a device) says
+    nothing.
 
     >>> platform()
     'cpu'
     """
-    if isinstance(mesh, Mesh):
-        device = mesh.devices.flat[0]
-    else:
-        device = getattr(mesh or jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     device = device or jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     name = device if isinstance(device, str) else getattr(device, "platform", None)
     name = name or jax.default_backend()
@@ -490,7 +488,7 @@ def zeros_if_shape(total: Tree, messages: Tree) -> Tree:
         return total
     if platform() == "cpu":
         return backend_cpu.zeros_after(messages, total)
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), total)
+    return zeros_like(total)
 
 
 def fold(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree) -> Tree:

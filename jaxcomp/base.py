@@ -295,17 +295,10 @@ class Round(NamedTuple):
         pairs = zip(self.compressors if compressors is None else compressors, keys, like, strict=True)
         return tuple(compressor.init(key, x) for compressor, key, x in pairs)
 
-    def mean(
-        self,
-        message: tuple[Any, ...],
-        states: tuple[State, ...],
-        key: Array | None = None,
-        compressors: "tuple[Compressor, ...] | None" = None,
-    ) -> Mean:
+    def mean(self, message: tuple[Any, ...], states: tuple[State, ...], key: Array | None = None) -> Mean:
         """The request for the mean of a message. Give other keys, split from `key`, to several in one round."""
         route_key, own = jax.random.split(self.key if key is None else key)
-        compressors = self.compressors if compressors is None else compressors
-        return Mean(route_key, keys_of(own, self.groups), compressors, message, states, self.groups)
+        return Mean(route_key, keys_of(own, self.groups), self.compressors, message, states, self.groups)
 
 
 def keys_of(key: Array, groups: tuple[Any, ...]) -> tuple[Array, ...]:

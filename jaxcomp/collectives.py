@@ -10,7 +10,7 @@ A wire with scales has one for each block of entries, and blocks know no leaves.
 the same magnitude first, by a power of two that is equal on all workers: none is rounded to zero beside a larger one.
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from jaxcomp.base import Compressor, Spec, State, on_vectors
 from jaxcomp.compressors.dense import cast, narrow_type
 from jaxcomp.compressors.rows import rows
 from jaxcomp.exchange.axes import Axis, axis_index, axis_size, is_bound, types_tell, varying, varying_axes
-from jaxcomp.exchange.collectives import all_max, all_sum, sum_scatter
+from jaxcomp.exchange.collectives import all_max, sum_scatter, summed
 from jaxcomp.exchange.collectives import gather_tree as gathered
 from jaxcomp.exchange.routes.route import Way
 from jaxcomp.exchange.routes.two_shot import first_shot, second_shot
@@ -243,10 +243,16 @@ def _narrow(dtype: Any) -> Compressor:
     )
 
 
-def _keys(options: CollectiveOptions, words: Array) -> tuple[Array, Array]:
-    """For both compressions: [2] keys that are equal on all workers, and [2] of this one."""
+def _keys(options: CollectiveOptions, words: Array) -> list[tuple[Array, Array]]:
+    """For each of two compressions a key that is equal on all workers, and one of this worker."""
     shared, private = jax.random.split(wrap_key(words))
-    return jax.random.split(shared), jax.random.split(jax.random.fold_in(private, axis_index(options.axis)))
+    both = jax.random.split(shared), jax.random.split(jax.random.fold_in(private, axis_index(options.axis)))
+    return list(zip(*both, strict=True))
+
+
+def _later(words: Array) -> Array:
+    """The words of a key for the cotangents."""
+    return jax.random.key_data(jax.random.fold_in(wrap_key(words), 2))
 
 
 def _cast_like(tree: Any, like: Any) -> Any:
@@ -258,14 +264,14 @@ def _mean(options: CollectiveOptions, x: Any, words: Array) -> Any:
     workers, share = way.workers, way.share
     wide = jax.tree.map(lambda leaf: leaf.astype(options.dtype), x)
     if options.wire is None:
-        total = all_sum(wide, axis, wide=options.dtype, share=share)
+        total, _ = summed(wide, axis, wide=options.dtype, share=share)
         return _cast_like(jax.tree.map(lambda t: t / (workers * share), total), x)
     exponents = _exponents(options, wide)
     wide = _scaled(wide, exponents, -1)
     cut = groups_of(Layout("chunks", chunks=workers), wide)
-    (first_shared, second_shared), (first_key, second_key) = _keys(options, words)
-    chunk = _owners_sum(options, split(cut, wide)[0], first_shared, first_key) / (workers * share)
-    whole = _to_all(options, chunk, second_shared, second_key)
+    first, second = _keys(options, words)
+    chunk = _owners_sum(options, split(cut, wide)[0], *first) / (workers * share)
+    whole = _to_all(options, chunk, *second)
     return _cast_like(_scaled(join(cut, (whole,)), exponents, 1), x)
 
 
@@ -296,7 +302,7 @@ def _owners_sum(options: CollectiveOptions, stack: Array, shared_key: Array, pri
     outer = varying_axes(stack)
     payload, _ = whole.compress(private, stack, State(varying(state.local, outer), state.shared))
     row = jax.ShapeDtypeStruct(like.shape[1:], like.dtype)
-    return first_shot(payload, whole, state.shared, row, _way(options)._replace(outer=outer))
+    return first_shot(payload, whole, state.shared, row, _way(options)._replace(outer=outer))[0]
 
 
 def _way(options: CollectiveOptions) -> Way:
@@ -309,29 +315,23 @@ def _to_all(options: CollectiveOptions, mine: Array, shared_key: Array, private:
     like = jax.ShapeDtypeStruct((axis_size(options.axis), *mine.shape), mine.dtype)
     state = whole.init(shared_key, like)
     local = varying(jax.tree.map(lambda a: a[0], state.local.rows), varying_axes(mine))
-    return second_shot(private, mine, whole, State(local, state.shared), like, options.axis)[2]
+    return second_shot(private, mine, whole, State(local, state.shared), like, _way(options))[2]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _pmean(options: CollectiveOptions, x: Any, words: Array) -> Any:
-    return _mean(options, x, words)
+def _differentiable(function: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """function(options, x, words), whose cotangent of x is backward(options, words, that of the result)."""
+    both = jax.custom_vjp(function, nondiff_argnums=(0,))
+    both.defvjp(lambda options, x, words: (both(options, x, words), words), lambda *args: (backward(*args), None))
+    return both
 
 
-def _pmean_forward(options, x, words):
-    return _pmean(options, x, words), words
-
-
-def _pmean_backward(options, words, cotangent):
-    workers = axis_size(options.axis)
+def _mean_backward(options: CollectiveOptions, words: Array, cotangent: Any) -> Any:
     if options.equal:
-        back = varying(jax.tree.map(lambda c: c / workers, cotangent), options.axis)
-    else:
-        later = jax.random.key_data(jax.random.fold_in(wrap_key(words), 2))
-        back = _mean(options, cotangent, later)
-    return back, None
+        return varying(jax.tree.map(lambda c: c / axis_size(options.axis), cotangent), options.axis)
+    return _mean(options, cotangent, _later(words))
 
 
-_pmean.defvjp(_pmean_forward, _pmean_backward)
+_pmean = _differentiable(_mean, _mean_backward)
 
 
 def _parts(options: CollectiveOptions, x: Array) -> Array:
@@ -347,61 +347,33 @@ def _joined(options: CollectiveOptions, parts: Array) -> Array:
     return jnp.moveaxis(rows, 0, options.dimension)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _psum_scatter(options: CollectiveOptions, x: Array, words: Array) -> Array:
+def _scattered(options: CollectiveOptions, x: Array, words: Array) -> Array:
+    """This worker's part of the sum of the arrays of all."""
     rows = _parts(options, x)
     workers, shape = rows.shape[0], rows.shape[1:]
     rows = rows.astype(options.dtype).reshape(workers, -1)
     if options.wire is None:
         total = sum_scatter(rows, options.axis)
     else:
-        (shared_key, _), (private, _) = _keys(options, words)
-        total = _owners_sum(options, rows, shared_key, private) / _way(options).share
+        total = _owners_sum(options, rows, *_keys(options, words)[0]) / _way(options).share
     total = rounded_to(total.reshape(shape), x.dtype)
     return jnp.moveaxis(total, 0, options.dimension) if options.tiled else total
 
 
-def _psum_scatter_forward(options, x, words):
-    return _psum_scatter(options, x, words), words
-
-
-def _psum_scatter_backward(options, words, cotangent):
-    part = jnp.moveaxis(cotangent, options.dimension, 0) if options.tiled else cotangent
-    mine = part.astype(options.dtype).reshape(-1)
-    if options.wire is None:
-        rows = gathered(mine, options.axis)
-    else:
-        later = jax.random.key_data(jax.random.fold_in(wrap_key(words), 2))
-        (shared_key, _), (private, _) = _keys(options, later)
-        rows = _to_all(options, mine, shared_key, private)
-    rows = rows.reshape(rows.shape[0], *part.shape).astype(cotangent.dtype)
-    return varying(_joined(options, rows), options.axis), None
-
-
-_psum_scatter.defvjp(_psum_scatter_forward, _psum_scatter_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _all_gather(both_ways: tuple[CollectiveOptions, CollectiveOptions], x: Array, words: Array) -> Array:
-    options, _ = both_ways
-    part = jnp.moveaxis(x, options.dimension, 0) if options.tiled else x
+def _whole(options: CollectiveOptions, part: Array, words: Array) -> Array:
+    """The parts of all workers, joined."""
+    part = jnp.moveaxis(part, options.dimension, 0) if options.tiled else part
     mine = part.reshape(-1)
     if options.wire is None:
-        rows = gathered(mine, options.axis)
+        every = gathered(mine, options.axis)
     else:
-        (shared_key, _), (private, _) = _keys(options, words)
-        rows = _to_all(options, mine.astype(options.dtype), shared_key, private)
-    rows = rounded_to(rows.reshape(rows.shape[0], *part.shape), x.dtype)
-    return varying(_joined(options, rows), options.axis)
+        every = _to_all(options, mine.astype(options.dtype), *_keys(options, words)[0])
+    every = rounded_to(every.reshape(every.shape[0], *part.shape), part.dtype)
+    return varying(_joined(options, every), options.axis)
 
 
-def _all_gather_forward(both_ways, x, words):
-    return _all_gather(both_ways, x, words), words
-
-
-def _all_gather_backward(both_ways, words, cotangent):
-    later = jax.random.key_data(jax.random.fold_in(wrap_key(words), 2))
-    return _psum_scatter(both_ways[1], cotangent, later), None
-
-
-_all_gather.defvjp(_all_gather_forward, _all_gather_backward)
+_psum_scatter = _differentiable(_scattered, lambda options, words, cotangent: _whole(options, cotangent, _later(words)))
+_all_gather = _differentiable(
+    lambda both_ways, x, words: _whole(both_ways[0], x, words),
+    lambda both_ways, words, cotangent: _psum_scatter(both_ways[1], cotangent, _later(words)),
+)

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +42,7 @@ __all__ = [
     "Layout",
     "compressors_of",
     "groups_of",
+    "in_runs",
     "join",
     "row_size",
     "split",
@@ -311,27 +312,29 @@ def groups_of(layout: Layout, tree: Any) -> Groups:
 
 def _grouped(layout: Layout, leaves: dict[int, Any], paths: list[str], bare: bool) -> list[Group]:
     """The groups of some leaves, by their numbers. paths: of all leaves."""
-    size, dtypes = sum(leaf.size for leaf in leaves.values()), [leaf.dtype for leaf in leaves.values()]
+    size = lambda some: sum(leaves[i].size for i in some)
+    dtype = lambda some: _common(leaves[i].dtype for i in some)
+    every = list(leaves)
     if layout.unit == "chunks":
-        row = row_size(size, layout.chunks)
+        row = row_size(size(every), layout.chunks)
         if row > layout.longest:
             raise TooLong(
-                f"{size} entries in {layout.chunks} chunks, one for each worker, are {row} in each, more than "
+                f"{size(every)} entries in {layout.chunks} chunks, one for each worker, are {row} in each, more than "
                 f'{layout.longest}. Take more workers, means of parts of the tree, or via="gather", which cuts long '
                 "vectors into rows"
             )
-        return [Group(tuple(leaves), (layout.chunks, row), _common(dtypes))]
+        return [Group(tuple(every), (layout.chunks, row), dtype(every))]
     if layout.unit == "square":
-        side = math.isqrt(max(size, 1) - 1) + 1
-        return [Group(tuple(leaves), (1, side, side), _common(dtypes))]
+        side = math.isqrt(max(size(every), 1) - 1) + 1
+        return [Group(tuple(every), (1, side, side), dtype(every))]
     by_shape = layout.unit == "shape"
     is_matrix = by_shape and any(leaf.ndim > 1 for leaf in leaves.values())
     if (bare and not is_matrix) or (layout.unit == "tree" and layout.single):
-        runs, made = [list(leaves)] if bare else _runs(list(leaves), leaves, layout.longest), []
-        for number, run in enumerate(runs):
-            shape, kind = _shape(sum(leaves[i].size for i in run), layout), _common(leaves[i].dtype for i in run)
-            made.append(Group(tuple(run), shape, kind, number=number if len(runs) > 1 else None))
-        return made
+        runs = [every] if bare else _runs(every, leaves, layout.longest)
+        return [
+            Group(tuple(run), _shape(size(run), layout), dtype(run), number=number if len(runs) > 1 else None)
+            for number, run in enumerate(runs)
+        ]
     is_small = lambda leaf: leaf.size < layout.dense_below or (by_shape and leaf.ndim < 2)
     small = [i for i, leaf in leaves.items() if is_small(leaf)]
     if layout.unit == "tree" and not (layout.fixed and len(small) < len(leaves)):
@@ -347,23 +350,18 @@ def _grouped(layout: Layout, leaves: dict[int, Any], paths: list[str], bare: boo
     for i in large:
         own = {"tree": alone.get(i, ()), "leaf": leaves[i].size, "shape": leaves[i].shape, "apart": i}[layout.unit]
         together.setdefault((buckets[i], own, leaves[i].dtype), []).append(i)
-    made = []
-    if small:
-        own = tuple(leaves[i] for i in small)
-        made.append(Group(tuple(small), (sum(x.size for x in own),), _common(x.dtype for x in own), small=True))
+    made = [Group(tuple(small), (size(small),), dtype(small), small=True)] if small else []
     vectors = [
-        (bucket, dtype, members)
-        for (bucket, _, dtype), found in together.items()
+        (bucket, members)
+        for (bucket, *_), found in together.items()
         for members in (_runs(found, leaves, layout.longest) if layout.unit == "tree" else [found])
     ]
-    for number, (bucket, dtype, members) in enumerate(vectors):
+    for number, (bucket, members) in enumerate(vectors):
         first, count = leaves[members[0]], len(members)
         each = by_shape or (layout.unit == "leaf" and count > 1 and first.size <= layout.longest)
-        if by_shape:
-            shape = (count, *first.shape)
-        else:
-            shape = (count, first.size) if each else _shape(sum(leaves[i].size for i in members), layout)
-        made.append(Group(tuple(members), shape, dtype, each, number=number, bucket=bucket))
+        row = first.shape if by_shape else (first.size,)
+        shape = (count, *row) if each else _shape(size(members), layout)
+        made.append(Group(tuple(members), shape, dtype(members), each, number=number, bucket=bucket))
     return made
 
 
@@ -402,6 +400,17 @@ def row_size(size: int, rows: int) -> int:
     return -(-entries // unit) * unit
 
 
+def in_runs(items: Sequence[int], sizes: Any, most: float, enough: float = math.inf) -> list[list[int]]:
+    """Items in their order, in runs that have `enough` entries or at most `most`; one with more is by itself."""
+    runs, held = [[]], 0
+    for i in items:
+        if runs[-1] and (held >= enough or held + sizes[i] > most):
+            runs, held = [*runs, []], 0
+        runs[-1].append(i)
+        held += sizes[i]
+    return runs
+
+
 def _shape(size: int, layout: Layout) -> tuple[int, ...]:
     rows = -(-size // layout.longest)
     if rows > 1:
@@ -413,14 +422,9 @@ def _runs(members: list[int], leaves: dict[int, Any], longest: int) -> list[list
     """The leaves in their order, as few vectors of about one length as hold `longest` entries each: rows of a stack
     would be cut out of it and put back. A leaf that is longer is by itself.
     """
-    size = sum(leaves[i].size for i in members)
-    enough, runs, held = size / max(1, -(-size // longest)), [[]], 0
-    for i in members:
-        if runs[-1] and (held >= enough or held + leaves[i].size > longest):
-            runs, held = [*runs, []], 0
-        runs[-1].append(i)
-        held += leaves[i].size
-    return runs
+    sizes = {i: leaves[i].size for i in members}
+    size = sum(sizes.values())
+    return in_runs(members, sizes, longest, enough=size / max(1, -(-size // longest)))
 
 
 def _alone(large: list[int], leaves: dict[int, Any], most: int) -> list[int]:

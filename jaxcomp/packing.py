@@ -84,8 +84,7 @@ def pack(codes: Array, width: int) -> Array:
         parts = codes.reshape(groups // tile * width, 32 // width, tile)
         shifts = lax.iota(U32, 32 // width) * U32(width)
         return _in_order(jnp.sum(parts << shifts[None, :, None], axis=1, dtype=U32), width)
-    kind = jnp.uint8 if width <= 8 else jnp.uint16 if width <= 16 else U32  # these codes will be an array
-    rows = jnp.pad(codes.astype(kind), (0, rest)).reshape(32, groups)
+    rows = jnp.pad(_narrow(codes, width), (0, rest)).reshape(32, groups)  # these codes will be an array
     words = []
     for m in range(width):
         word = None

@@ -70,10 +70,6 @@ def _same_path(*paths: tuple[Any, ...]) -> bool:
     return long[: len(short)] == short and all(isinstance(key, into) for key in long[len(short) :])
 
 
-def _matches(pattern: Any, path: str) -> bool:
-    return bool(pattern(path) if callable(pattern) else re.search(pattern, path))
-
-
 def numbers_by_path(name: str, patterns: Sequence[Any], tree: Any) -> list[tuple[int, ...]]:
     """The numbers of the leaves that each pattern takes, among those that are there.
 
@@ -86,7 +82,8 @@ def numbers_by_path(name: str, patterns: Sequence[Any], tree: Any) -> list[tuple
     """
     paths = paths_of(tree)
     every = [path for path, _ in paths]
-    matches = [[_matches(pattern, path) for path in every] for pattern in patterns]
+    tests = [pattern if callable(pattern) else re.compile(pattern).search for pattern in patterns]
+    matches = [[bool(test(path)) for path in every] for test in tests]
     taken = [next((i for i, match in enumerate(matches) if match[j]), None) for j in range(len(every))]
     if None in taken:
         raise ValueError(
@@ -102,9 +99,5 @@ def numbers_by_path(name: str, patterns: Sequence[Any], tree: Any) -> list[tuple
             raise ValueError(
                 f"{name}: all leaves that the pattern {pattern!r} matches are taken by earlier ones. Put it before them"
             )
-    there = iter(range(len(every)))
-    numbers = [next(there) if it else None for _, it in paths]
-    return [
-        tuple(n for n, part in zip(numbers, taken, strict=True) if n is not None and part == i)
-        for i in range(len(patterns))
-    ]
+    there = [part for part, (_, is_there) in zip(taken, paths, strict=True) if is_there]
+    return [tuple(n for n, part in enumerate(there) if part == i) for i in range(len(patterns))]

@@ -14,7 +14,7 @@ from laws import ROWS, D
 from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
-from jaxcomp.exchange.collectives import FEW_BYTES, all_sum, gather_tree
+from jaxcomp.exchange.collectives import FEW_BYTES, gather_tree, summed
 from jaxcomp.ledger import read
 from jaxcomp.program import PACKAGE
 
@@ -199,7 +199,7 @@ def test_lanes_of_odd_trees(name):
     }
     if name == "all_gather":
         tree |= {"f": jnp.arange(4, dtype=jnp.int32), "g": jnp.array([7], jnp.uint8)}
-    collective = {"all_gather": gather_tree, "all_sum": all_sum}[name]
+    collective = {"all_gather": gather_tree, "all_sum": lambda tree, axis: summed(tree, axis)[0]}[name]
 
     def fn(i):
         mine = jax.tree.map(lambda a: a * (i[0].astype(a.dtype) + jnp.ones((), a.dtype)), tree)

@@ -60,13 +60,7 @@ class Differs(ValueError):
 
 
 def options_of(name: str, algorithm: Any, groups: Groups, **others: Any) -> str:
-    """JSON of all that must be equal on all workers.
-
-    Args:
-        name: of the outer form.
-        algorithm, groups: of the exchange.
-        others: further options, by their names.
-    """
+    """JSON of all that must be equal on all workers. name: of the outer form; others: further options, by name."""
     leaves = [f"{dtype}{list(shape)}" for dtype, shape in zip(groups.dtypes, groups.shapes, strict=True)]
     layout = [
         f"{x.dtype}{list(x.shape)} of leaves {group.leaves}"
@@ -103,7 +97,8 @@ def differences(each: Sequence[Options], who: Sequence[str]) -> str | None:
     >>> differences([{"levels": "7"}, {"levels": "5"}, {"levels": "7"}], ["worker 0", "worker 1", "worker 2"])
     'levels is 5 on worker 1, and 7 on worker 0'
     """
-    keys = [key for key in dict.fromkeys(key for options in each for key in options) if _differs(key, each)]
+    keys = dict.fromkeys(key for options in each for key in options)
+    keys = [key for key in keys if len({options.get(key) for options in each}) > 1]
     # Of an algorithm that is another one, its options are no news; nor is a layout that follows from something else.
     inside = lambda key, other: key != other and key.startswith((f"{other}.", f"{other}["))
     keys = [key for key in keys if not any(inside(key, other) for other in keys)]
@@ -118,10 +113,6 @@ def differences(each: Sequence[Options], who: Sequence[str]) -> str | None:
         )
     more = f"; and {len(keys) - SHOWN} options more" if len(keys) > SHOWN else ""
     return "; ".join(found) + more if keys else None
-
-
-def _differs(key: str, each: Sequence[Options]) -> bool:
-    return len({options.get(key) for options in each}) > 1
 
 
 def _short(text: str, most: int = 200) -> str:
@@ -146,17 +137,11 @@ def warn_of_order(placements: Sequence[Placement], mesh: Mesh) -> None:
     """Warns where a hierarchy exchanges over slower links first, from what the devices say of themselves.
 
     Then each device of a fast group sends a message of its own over the slow links. With the fast axis first the
-    devices of a group share out one message.
-
-    Args:
-        placements: of the means of one transformation.
-        mesh: with its devices.
+    devices of a group share out one message. placements: of the means of one transformation.
     """
 
     def kind(axes: tuple[str, ...]) -> int:
-        places = [mesh.axis_names.index(name) for name in axes]
-        rows = np.moveaxis(mesh.devices, places, range(len(places))).reshape(*map(mesh.shape.get, axes), -1)  # pyright: ignore
-        rows = rows.reshape(-1, rows.shape[-1])
+        rows = _devices_along(mesh, axes)
         along = lambda of: any(len({of(device) for device in rows[:, j]}) > 1 for j in range(rows.shape[1]))
         if along(lambda device: getattr(device, "slice_index", None)):
             return 2
@@ -182,15 +167,8 @@ def warn_of_order(placements: Sequence[Placement], mesh: Mesh) -> None:
 
 
 def check_state(name: str, state: Any, mesh: Any, axis: Any) -> None:
-    """Compares the options of all processes of a mesh, once for each set of them; raises Differs in every process.
-
-    Warns of a hierarchy that begins with the slower links of the mesh.
-
-    Args:
-        name: of the caller, for errors.
-        state: of the optimizer, or its shapes.
-        mesh: with its devices; of anything else, and of a single process, nothing is compared.
-        axis: of the workers.
+    """`check_options` for the function `name`, once for each set of options. Of what is no mesh of devices, and of a
+    single process, nothing is compared. Warns of a hierarchy that begins with the slower links of the mesh.
     """
     if isinstance(mesh, Mesh):
         warn_of_order([mean.about.placement for mean in means_in(state)], mesh)
@@ -267,13 +245,17 @@ def _from_each(mesh: Mesh, processes: list[int], mine: np.ndarray) -> np.ndarray
     return np.asarray(everywhere(given).addressable_data(0))
 
 
+def _devices_along(mesh: Mesh, names: Sequence[str]) -> np.ndarray:
+    """The devices of a mesh: [along the axes of these names, along all others]."""
+    places = [mesh.axis_names.index(name) for name in names]
+    first = np.moveaxis(mesh.devices, places, range(len(places)))
+    return first.reshape(math.prod(first.shape[: len(places)]), -1)
+
+
 def _called(mesh: Mesh, axis: Any, process: int) -> str:
     """A process, by the numbers of its workers."""
     axis = tuple(name for key in axis for name in axis_names(key)) if isinstance(axis, Mapping) else axis
-    names = [name for name in axis_names(axis) if name in mesh.shape]
-    rest = [name for name in mesh.axis_names if name not in names]
-    order = [mesh.axis_names.index(name) for name in (*names, *rest)]
-    devices = np.transpose(mesh.devices, order).reshape(int(np.prod([mesh.shape[name] for name in names])), -1)
+    devices = _devices_along(mesh, [name for name in axis_names(axis) if name in mesh.shape])
     here = [i for i, row in enumerate(devices) if any(device.process_index == process for device in row)]
     workers = f"worker {here[0]}" if len(here) == 1 else f"workers {', '.join(map(str, here))}"
     return f"{workers} (process {process})"
@@ -338,15 +320,15 @@ def greeting_of(name: str, worker: int, data: Any) -> Options:
     return found
 
 
-def probe(optimizer: Any, steps: int = 3) -> str:
+def probe(optimizer: Any) -> str:
     """The first steps of an optimizer with a vector of its own, to four digits: functions of others have no options."""
     found = []
     try:
         with constants():
             x = jnp.full((2,), 0.5, jnp.float32)
             state = optimizer.init(x)
-            for step in range(steps):
-                updates, state = optimizer.update(jnp.full_like(x, 0.25 * (step + 1)), state, x)
+            for gradient in (0.25, 0.5, 0.75):
+                updates, state = optimizer.update(jnp.full_like(x, gradient), state, x)
                 found.append(float(f"{float(updates[0]):.4g}"))
     except Exception:  # one that takes only its own parameters
         return "not comparable"

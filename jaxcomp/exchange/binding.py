@@ -11,7 +11,7 @@ from jaxcomp.base import Algorithm, has_role
 from jaxcomp.checks import is_whole
 from jaxcomp.compressors.tree import choices_of, layout_of
 from jaxcomp.exchange.axes import Placement
-from jaxcomp.exchange.driver import Exchange, refusal
+from jaxcomp.exchange.driver import Exchange
 from jaxcomp.exchange.links import check_links
 from jaxcomp.exchange.routes import VIAS, Route, route_of
 from jaxcomp.exchange.state import frozen
@@ -38,15 +38,13 @@ def exchange_of(
     Raises:
         ValueError: unknown via, or one that cannot carry what the algorithm sends; bad weights, link or bucket_bytes.
     """
-    if not isinstance(via, Route) and via not in VIAS:
-        raise ValueError(f"{name}: via must be one of {', '.join(map(repr, VIAS))}; got {via!r}")
-    route = via if isinstance(via, Route) else route_of(via)
+    route = route_of(via, name)
     if "link" in options:
         check_links(name, options["link"])
         options["link"] = dict(options["link"]) if isinstance(options["link"], Mapping) else options["link"]
     layout = layout_of(algorithm)
     for part in algorithm.parts or (algorithm,):
-        reason = refusal(route, part)
+        reason = None if part.compressor is None else route.refuses(part.compressor, part.roles)
         if reason:
             raise ValueError(f"{name}: {reason}")
     if algorithm.compressor is None and route.layout is not None and route.layout(layout, 1).unit == "chunks":

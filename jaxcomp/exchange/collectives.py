@@ -8,7 +8,6 @@ it, and the functions that count bytes count by it.
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,15 +29,14 @@ from jaxcomp.exchange.axes import (
     varying,
     varying_axes,
 )
+from jaxcomp.groups import in_runs
 
 __all__ = [
     "Lane",
     "Permutation",
     "all_max",
-    "all_sum",
     "all_sum_words",
     "all_to_all",
-    "all_to_all_bytes",
     "all_to_all_rows",
     "crossing_size",
     "fills_tiles",
@@ -104,7 +102,7 @@ def word_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
     """
     leaves = jax.tree.leaves(tree)
     widths = [jnp.dtype(leaf.dtype).itemsize for leaf in leaves]
-    held = [math.prod(leaf.shape) * width for leaf, width in zip(leaves, widths, strict=True)]
+    held = [leaf.size * width for leaf, width in zip(leaves, widths, strict=True)]
     where, lanes = platform(), []
     on_gpu = where == "gpu"
     alone_from = ALONE_BYTES_ON_GPU if on_gpu else ALONE_BYTES
@@ -133,26 +131,15 @@ def sum_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
     many, since what is on its way takes memory.
     """
     leaves, lanes = jax.tree.leaves(tree), []
-    sizes = [math.prod(leaf.shape) for leaf in leaves]
+    sizes = [leaf.size for leaf in leaves]
     dtypes = [jnp.dtype(leaf.dtype) for leaf in leaves]
     for _, places in sorted(_grouped(buckets or [0] * len(leaves))):
         for dtype, group in _grouped([dtypes[i] for i in places]):
             same = [places[j] for j in group]
-            for part in _parted(same, sizes, SOME_ENTRIES) if dtype.itemsize < 4 else [same]:
+            for part in in_runs(same, sizes, SOME_ENTRIES) if dtype.itemsize < 4 else [same]:
                 held = tuple(sizes[i] for i in part)
                 lanes.append(Lane(tuple(part), held, sum(held), dtype))
     return lanes
-
-
-def _parted(items: list[int], sizes: list[int], most: int) -> list[list[int]]:
-    """Items one after the other, in parts of about `most` in all."""
-    parts, held = [[]], 0
-    for item in items:
-        if parts[-1] and held + sizes[item] > most:
-            parts, held = [*parts, []], 0
-        parts[-1].append(item)
-        held += sizes[item]
-    return parts
 
 
 def _grouped(kinds: Sequence[Any]) -> list[tuple[Any, list[int]]]:
@@ -268,9 +255,9 @@ def gathers_for_less(workers: int, exact: bool) -> bool:
     return workers - 1 < (1 if platform() == "tpu" else part) + second * part
 
 
-def gather_bytes(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: Sequence[int] | None = None) -> float:
-    """Bytes that a device sends in `gathered`."""
-    return _bytes_gathered(word_lanes(tree, buckets), axis_size(axis), axis_size(replicas))
+def gather_bytes(tree: Any, axis: Axis, replicas: tuple[str, ...] = ()) -> float:
+    """Bytes that a device sends in `gathered`, without buckets."""
+    return _bytes_gathered(word_lanes(tree), axis_size(axis), axis_size(replicas))
 
 
 def _bytes_gathered(lanes: Sequence[Lane], workers: int, devices: int) -> float:
@@ -293,45 +280,33 @@ def _shared_out(rows: Array, replicas: tuple[str, ...], exchange: Callable[[Arra
     return whole.reshape(*whole.shape[:-2], size * devices)[..., : rows.shape[-1]]
 
 
-def all_to_all(tree: Any, axis: Axis, replicas: tuple[str, ...] = ()) -> Any:
-    """Row j of every array goes to worker j: [n, ...] by destination becomes [n, ...] by origin.
+def all_to_all(tree: Any, axis: Axis, replicas: tuple[str, ...] = ()) -> tuple[Any, float]:
+    """Row j of every array goes to worker j: [n, ...] by destination becomes [n, ...] by origin. And the bytes that a
+    device sends: all rows but its own, or its part of them; replicas then send on what arrived.
 
     replicas: as for `gathered`.
     """
     if not axis:
-        return tree
+        return tree, 0.0
     leaves, structure = jax.tree.flatten(varying(tree, axis))
     workers = axis_size(axis)
     replicas = replicas if workers > 1 else ()  # else nothing arrives from others
+    devices, sent = axis_size(replicas), 0
     arrived: list[Any] = [None] * len(leaves)
     for lane in word_lanes(leaves):
+        part, width = -(-(lane.size // workers) // devices), lane.dtype.itemsize
+        sent += (workers - 1) * crossing_size(part, width, rows_from=NEVER) * width
+        sent += (devices - 1) * workers * crossing_size(part, width) * width
         rows = _pack(lane, leaves, (workers,))
         rows = _shared_out(rows, replicas, lambda part: all_to_all_rows(part, axis)) if lane.size else rows
         sizes = [size // workers for size in lane.sizes]
         for i, array in zip(lane.places, _unpack(lane, rows, leaves, sizes), strict=True):
             arrived[i] = array.reshape(leaves[i].shape)
-    return jax.tree.unflatten(structure, arrived)
-
-
-def all_to_all_bytes(tree: Any, axis: Axis, replicas: tuple[str, ...] = ()) -> float:
-    """Bytes that a device sends in `all_to_all`: all rows but its own, or its part of them; replicas then send on what
-    arrived."""
-    workers = axis_size(axis)
-    devices, sent = axis_size(replicas) if workers > 1 else 1, 0
-    for lane in word_lanes(tree):
-        part, width = -(-(lane.size // workers) // devices), lane.dtype.itemsize
-        sent += (workers - 1) * crossing_size(part, width, rows_from=NEVER) * width
-        sent += (devices - 1) * workers * crossing_size(part, width) * width if devices > 1 else 0
-    return float(sent)
+    return jax.tree.unflatten(structure, arrived), float(sent)
 
 
 # ------------------------------------------------------------------------------------------------
 # Sums
-
-
-def all_sum(tree: Any, axis: Axis, **options: Any) -> Any:
-    """The sums of `summed`, without the bytes."""
-    return summed(tree, axis, **options)[0]
 
 
 def summed(
@@ -480,13 +455,11 @@ def crossing_size(size: int, width: int, *, rows_from: int = IN_ROWS) -> int:
 def summed_size(arrays: Sequence[Any]) -> int:
     """How many entries cross in `sum_arrays` of arrays (or shapes) of one dtype, if all vary over the same axes."""
     if platform() != "tpu" or not _in_tiles():
-        return sum(math.prod(x.shape) for x in arrays)
-    sizes = [math.prod(x.shape) for x in arrays if not fills_tiles(x)]
+        return sum(x.size for x in arrays)
+    sizes = [x.size for x in arrays if not fills_tiles(x)]
     small = [size for size in sizes if size < SMALL]
     vectors = [size for size in sizes if size >= SMALL] + ([sum(small)] if small else [])
-    return sum(math.prod(x.shape) for x in arrays if fills_tiles(x)) + sum(
-        size + _tile_padding(size) for size in vectors
-    )
+    return sum(x.size for x in arrays if fills_tiles(x)) + sum(size + _tile_padding(size) for size in vectors)
 
 
 SMALL = 2**16  # entries of an array that is worth a copy, if that saves messages
@@ -519,7 +492,11 @@ def sum_arrays(arrays: list[Array], axis: Axis) -> list[Array]:
         arrays[group[0]] if len(group) == 1 else jnp.concatenate([arrays[i].reshape(-1) for i in group])
         for group in groups
     ]
-    totals = lax.psum([_filling_tiles(x) for x in joined], axis) if tiles else _sums_in_turn(joined, axis)
+    if tiles:  # what does not fill tiles is one vector, padded to whole ones
+        vector = lambda x: jnp.pad(x.reshape(-1), (0, _tile_padding(x.size)))
+        totals = lax.psum([x if fills_tiles(x) else vector(x) for x in joined], axis)
+    else:
+        totals = _sums_in_turn(joined, axis)
     sums: list[Any] = [None] * len(arrays)
     for group, total in zip(groups, totals, strict=True):
         start = 0
@@ -553,11 +530,6 @@ def _is_narrow(x: Any) -> bool:
     are a program of megabytes.
     """
     return len(x.shape) > 1 and x.shape[-1] < TPU_LANES <= x.shape[-2]
-
-
-def _filling_tiles(x: Array) -> Array:
-    """x as it is if it fills tiles; else as one vector, padded to whole ones."""
-    return x if fills_tiles(x) else jnp.pad(x.reshape(-1), (0, _tile_padding(x.size)))
 
 
 def _tile_padding(size: int) -> int:

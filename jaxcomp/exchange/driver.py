@@ -74,7 +74,7 @@ from jaxcomp.exchange.axes import (
 from jaxcomp.exchange.collectives import summed
 from jaxcomp.exchange.links import DEFAULT, Levels, Link, placed_on
 from jaxcomp.exchange.measure import errors_of, joint_errors, nonfinite
-from jaxcomp.exchange.routes import ROUTES, Arrived, Carried, Parcel, Route, Way, route_number, route_of, taken
+from jaxcomp.exchange.routes import ROUTES, Arrived, Carried, Parcel, Route, Way, route_number, route_of, two_shots_pay
 from jaxcomp.exchange.state import (
     FIRST_COUNTS,
     NO_COUNTS,
@@ -92,7 +92,7 @@ from jaxcomp.exchange.state import (
 from jaxcomp.groups import Choice, Groups, Layout, compressors_of, groups_of, split, warn_if_dense
 from jaxcomp.payloads import counted, lane_bytes
 
-__all__ = ["Exchange", "Message", "add_counts", "idle", "own_at_device", "own_off_device", "refusal"]
+__all__ = ["Exchange", "Message", "add_counts", "idle", "own_at_device", "own_off_device"]
 
 Array = jax.Array
 PADDING = 2**13  # bytes of tiles that are not filled, which are nobody's choice
@@ -160,15 +160,8 @@ class Exchange(NamedTuple):
     def step(
         self, state: Any, grads_of: Callable[[Groups], Any], arrays: Sequence[Array] = ()
     ) -> tuple[Any, MeanState]:
-        """One round.
-
-        Args:
-            state: of this device.
-            grads_of: groups -> what `Algorithm.update` takes for gradients.
-            arrays: those whose non-finite entries count.
-
-        Returns:
-            What `Algorithm.update` returns, and the state after the round.
+        """One round of this device: what `Algorithm.update` returns for the gradients `grads_of(groups)`, and the state
+        after it. arrays: those whose non-finite entries count.
         """
         chosen = state.about.route if self.route.name == "auto" and isinstance(state, MeanState) else ""
         if chosen:  # two shots, when the state was made
@@ -219,13 +212,10 @@ class Exchange(NamedTuple):
             )
         shared = without_worker_axis(name, state.shared, None) if place.outer else state.shared
         local, groups = without_worker_axis(name, state.local, place.every), state.about.groups
-        if groups.layout == self._layout(workers):
-            return local, shared, groups
-        here = self._groups(workers, groups.tree)
-        if groups != here:
+        if groups.layout != self._layout(workers) and groups != (here := self._groups(workers, groups.tree)):
             shapes = lambda groups: [x.shape for x in groups.like]
             raise ValueError(
-                f"{self.name}: the state was made for another route, layout or number of workers: its vectors are "
+                f"{name}: the state was made for another route, layout or number of workers: its vectors are "
                 f"{shapes(groups)}, and here, for {workers} workers, {shapes(here)}. Make it with jc.init_state."
             )
         return local, shared, groups
@@ -268,8 +258,11 @@ class Exchange(NamedTuple):
     def _taken(self, tree: Any, workers: int) -> "Exchange":
         """The exchange as a tree and so many workers take it: via="auto" may take two shots, in their layout."""
         two_shot, algorithm = ROUTES["two_shot"], self.algorithm
-        as_one = algorithm.compressor is not None and not algorithm.parts and self.layout.bucket_bytes is None
-        if self.route.name != "auto" or workers < 3 or not as_one or refusal(two_shot, algorithm) is not None:
+        if self.route.name != "auto" or workers < 3:  # two shots of two workers send as much as a gather
+            return self
+        if algorithm.compressor is None or algorithm.parts or self.layout.bucket_bytes is not None:
+            return self
+        if two_shot.refuses(algorithm.compressor, algorithm.roles) is not None:
             return self
         other = self._replace(route=two_shot)
         try:
@@ -278,7 +271,7 @@ class Exchange(NamedTuple):
             return self
         pairs = lambda groups: list(zip(compressors_of(self.choices, groups.groups), groups.like, strict=True))
         own, chunks = map(pairs, both)
-        return other if taken(own, chunks, workers, self._levels(workers)) is two_shot else self
+        return other if two_shots_pay(own, chunks, workers, self._levels(workers)) else self
 
     def _levels(self, workers: int) -> Link | Levels:
         return placed_on(self.name, self.link, axis_names(self.placement.workers), workers)
@@ -307,16 +300,10 @@ class _Turn:
 
     def answer(self, requests: list[Any]) -> list[Any]:
         """The answers to requests: messages together, sums together, conditionals one by one."""
-        asked = [request for request in requests if isinstance(request, Mean)]
-        added = [request for request in requests if isinstance(request, Sum)]
-        means, sums = iter(self._means(asked) if asked else ()), iter(self._sums(added) if added else ())
-        found = []
-        for request in requests:
-            if isinstance(request, Cond):
-                found.append(self._cond(request))
-            else:
-                found.append(next(means if isinstance(request, Mean) else sums))
-        return found
+        asked = [each for each in requests if isinstance(each, Mean)]
+        added = [each for each in requests if isinstance(each, Sum)]
+        found = {Mean: iter(self._means(asked) if asked else ()), Sum: iter(self._sums(added) if added else ())}
+        return [self._cond(each) if isinstance(each, Cond) else next(found[type(each)]) for each in requests]
 
     def _means(self, requests: list[Mean]) -> "list[Message]":
         messages = [Message(request, self.way, self.index) for request in requests]
@@ -385,15 +372,8 @@ class _Turn:
     def _errors(self, message: "Message") -> Errors:
         every = self.exchange.placement.every
         none = varying(NO_ERRORS, every)
-        measure = lambda: varying(errors_of(message.request.message, message.decoded()), every)
+        measure = lambda: varying(errors_of(message.request.message, message.decoded(message.parcels)), every)
         return lax.cond(self.measured, measure, lambda: none)
-
-
-def refusal(route: Route, algorithm: Algorithm) -> str | None:
-    """Why a route cannot carry what an algorithm sends; None where it can."""
-    if algorithm.compressor is None:
-        return None
-    return route.refuses(algorithm.compressor, algorithm.roles)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -437,7 +417,7 @@ class Message:
 
     @functools.cached_property
     def own(self) -> tuple[Any, ...]:
-        return self.decoded()
+        return self.decoded(self.parcels)
 
     @property
     def residual(self) -> tuple[Any, ...]:
@@ -466,10 +446,9 @@ class Message:
         if any(arrived.payloads is None and arrived.total is None for arrived in self.arrived):
             raise ValueError("this route does not bring the payloads themselves to all workers; use via='gather'")
         parcels = [p._replace(compressor=c) for p, c in zip(self.parcels, compressors, strict=True)]
-        add = lambda parcel: functools.partial(accumulate, parcel.compressor)
-        each = zip(parcels, self.arrived, strict=True)
-        mean = tuple(_mean(parcel, arrived, self.way, add(parcel)) for parcel, arrived in each)
-        return mean, self._decoded(parcels)
+        each = zip(parcels, self.arrived, compressors, strict=True)
+        mean = tuple(_mean(parcel, arrived, self.way, c) for parcel, arrived, c in each)
+        return mean, self.decoded(parcels)
 
     @property
     def payloads(self) -> tuple[Any, ...]:
@@ -482,24 +461,19 @@ class Message:
         other.parcels = tuple(p._replace(payload=x) for p, x in zip(self.parcels, payloads, strict=True))
         return other
 
-    def decoded(self) -> tuple[Any, ...]:
-        """`own`, which keeps what it is: inside of a branch it must not."""
-        return self._decoded(self.parcels)
-
-    def _decoded(self, parcels: Sequence[Parcel]) -> tuple[Any, ...]:
+    def decoded(self, parcels: Sequence[Parcel]) -> tuple[Any, ...]:
+        """Decodes what this worker sent; for a branch, in which `own` must not keep what it is."""
         pairs = zip(parcels, self.mine, strict=True)
         with jax.named_scope("jc_decode"):
             return tuple(p.compressor.decompress(p.payload, mine, p.like) for p, mine in pairs)
 
     def _means(self, lazy: bool) -> tuple[Any, ...]:
-        means = []
+        each = zip(self.parcels, self.arrived, self.programs, self.request.groups, strict=True)
         with jax.named_scope("jc_decode"):
-            for parcel, arrived, program, group in zip(
-                self.parcels, self.arrived, self.programs, self.request.groups, strict=True
-            ):
-                cut = group if lazy and len(parcel.like.shape) == 1 else None
-                means.append(_mean(parcel, arrived, self.way, functools.partial(accumulate, program), cut))
-        return tuple(means)
+            return tuple(
+                _mean(parcel, arrived, self.way, program, group if lazy and len(parcel.like.shape) == 1 else None)
+                for parcel, arrived, program, group in each
+            )
 
 
 def _with_lost(left: Array, mean: Array, group: Any) -> Array:
@@ -552,11 +526,11 @@ def _stacks(request: Mean, numbers: list[int]) -> list[list[int]]:
     return [some[first : first + most] for some in ready.values() for first in range(0, len(some), most)]
 
 
-def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], cut: Any = None) -> Any:
+def _mean(parcel: Parcel, arrived: Arrived, way: Way, program: Compressor, cut: Any = None) -> Any:
     """The mean of one group from what a route brought, on every worker alike.
 
-    add: `accumulate` of the compressor as it is run. cut: the group, if nothing reads it but what cuts it into leaves:
-    then a long sum of sparse messages may be left unmade, and leaves may be decoded by themselves.
+    program: the compressor as it is run. cut: the group, if nothing reads it but what cuts it into leaves: then a long
+    sum of sparse messages may be left unmade, and leaves may be decoded by themselves.
     """
     compressor, like = parcel.compressor, jax.ShapeDtypeStruct(parcel.like.shape, wide(parcel.like.dtype))
     if arrived.mean is not None:
@@ -578,7 +552,7 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], c
             found = compressor.entries(payloads, weights, shared, like)
             if is_lazy(found):
                 return found
-        return add(like, payloads, weights, shared)
+        return accumulate(program, like, payloads, weights, shared)
 
     def made(payloads: Any) -> Any:
         found = varying(on_equal_types(total, payloads, weights, parcel.shared), way.outer)

@@ -106,13 +106,11 @@ class Levels(NamedTuple):
 
 def check_links(name: str, link: Any) -> None:
     """Raises TypeError or ValueError, named after the function `name`, unless it is a link or levels of them."""
-    if not isinstance(link, Mapping):
-        return check_link(name, link)
-    if not link or not all(isinstance(key, str) and key and "," not in key for key in link):
+    levels = link if isinstance(link, Mapping) else {"data": link}
+    if not levels or not all(isinstance(key, str) and key and "," not in key for key in levels):
         raise ValueError(f"{name}: link must map names without commas to links; got {link!r}")
-    for each in link.values():
+    for each in levels.values():
         check_link(name, each)
-    return None
 
 
 def placed_on(name: str, link: Link | Mapping[str, Link], axes: Sequence[str], workers: int) -> Link | Levels:

@@ -126,20 +126,13 @@ class Info(NamedTuple):
             return f"Info({', '.join(f'{name}={x}' for name, x in zip(self._fields, self, strict=True))})"
         each = max(np.size(x) for x in self)
         route = [NAMES[i] for i in np.broadcast_to(np.asarray(self.route), (each,)).astype(int)]
-        shown = {
-            "lane_bytes": "{:,.0f} B",
-            "code_bits": "{:,.0f}",
-            "achieved_ratio": "{:.4g}",
-            "relative_error": "{:.4g}",
-            "nonfinite": "{:,.0f}",
-            "overflow": "{:,.0f}",
-            "searches": "{:,.0f}",
-            "sent_bytes": "{:,.0f} B",
-            "dense": "{:,.0f}",
-        }
-        rows = [np.broadcast_to(np.asarray(getattr(self, name)), (each,)) for name in shown]
-        cell = lambda form, x: "not measured" if np.isnan(x) else form.format(x)
-        table = [[name, *(cell(form, x) for x in row)] for (name, form), row in zip(shown.items(), rows, strict=True)]
+        forms = {"lane_bytes": "{:,.0f} B", "sent_bytes": "{:,.0f} B"}
+        forms |= {"achieved_ratio": "{:.4g}", "relative_error": "{:.4g}"}
+        table = []
+        for name in (*self._fields[:6], "searches", "sent_bytes", "dense"):
+            row = np.broadcast_to(np.asarray(getattr(self, name)), (each,))
+            form = forms.get(name, "{:,.0f}")
+            table.append([name, *("not measured" if np.isnan(x) else form.format(x) for x in row)])
         table.insert(-1, ["route", *route])
         if each > 1:
             table.insert(0, ["worker", *map(str, range(each))])
@@ -214,6 +207,7 @@ def _read(nodes: list[Any], each: bool) -> Info:
     counts = jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]), *rows)
     known = lambda norms: xp.where(functools.reduce(xp.minimum, norms) >= 0, 1, xp.nan).astype(xp.float32)
     error, norm = ([getattr(row.errors, name) for row in rows] for name in ("error", "norm"))
+    dense = sum(group.like.size for node in nodes for group in node.about.groups.groups if group.small)
     result = Info(
         counts.lane_bytes,
         counts.code_bits,
@@ -223,16 +217,12 @@ def _read(nodes: list[Any], each: bool) -> Info:
         counts.overflow,
         counts.sent_bytes,
         xp.max(xp.stack([row.route for row in rows]), axis=0),
-        xp.full_like(counts.entries, sum(map(_dense_of, nodes))),
+        xp.full_like(counts.entries, dense),
         counts.searches,
         xp.full(counts.overflow.shape, xp.max(xp.stack([xp.max(each) for each in rounds]))),
         *counts.since,
     )
     return result if each else jax.tree.map(lambda x: x[0], _over_workers(result, xp))
-
-
-def _dense_of(node: Any) -> int:
-    return sum(group.like.size for group in node.about.groups.groups if group.small)
 
 
 def _here(x: Any) -> Any:

@@ -162,29 +162,27 @@ def check_shapes(move: Move) -> None:
 
 def kept_groups(old: Any, new: Any, move: Move) -> Any:
     """Group j goes on from group j mod the old number of them. What has another shape, a plan, is the new one."""
-    if jax.tree.structure(old) != jax.tree.structure(new):
-        return new
-
-    def one(old, new):
-        rows = on_host(old)
-        if move.leads:
-            rows = join_lead(modulo(split_lead(rows, move.old[:2]), move.new[:2]), 2)
-        return placed(rows, new) if rows.shape == np.shape(_data(new)) else new
-
-    return jax.tree.map(one, old, new)
+    kept = lambda rows, shape: join_lead(modulo(split_lead(rows, move.old[:2]), move.new[:2]), 2)
+    return _moved(old, new, kept if move.leads else lambda rows, shape: rows)
 
 
 def taken_over(old: Any, new: Any, move: Move) -> Any:
     """State of a compressor for other workers (and other chunks): that of number i mod n."""
+    taken = lambda rows, shape: modulo(split_lead(rows, move.old), (*move.new, *shape[1:]))
+    return _moved(old, new, lambda rows, shape: join_lead(taken(rows, shape), 3))
+
+
+def _moved(old: Any, new: Any, one: Callable[[np.ndarray, tuple[int, ...]], np.ndarray]) -> Any:
+    """`one` of each old array and the shape of the new one; the new one where that has another shape still."""
     if jax.tree.structure(old) != jax.tree.structure(new):
         return new
 
-    def one(old, new):
-        rows = modulo(split_lead(on_host(old), move.old), (*move.new, *np.shape(_data(new))[1:]))
-        rows = join_lead(rows, 3)
-        return placed(rows, new) if rows.shape == np.shape(_data(new)) else new
+    def placed_if_alike(old, new):
+        shape = np.shape(_data(new))
+        rows = one(on_host(old), shape)
+        return placed(rows, new) if rows.shape == shape else new
 
-    return jax.tree.map(one, old, new)
+    return jax.tree.map(placed_if_alike, old, new)
 
 
 def _cut_anew(rows: np.ndarray, lead: int, shape: tuple[int, ...], move: Move) -> np.ndarray:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from jaxcomp.checks import is_number
 from jaxcomp.transports.packets import packed, unpacked
 from jaxcomp.wire import WireError
 
@@ -177,6 +178,6 @@ def check_name(what: str, name: Any) -> str:
 
 def check_positive(what: str, value: Any) -> float:
     """A number above 0, in seconds; ValueError if it is none."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if not is_number(value) or not 0 < value < float("inf"):
         raise ValueError(f"transports: {what} must be a number above 0; got {value!r}")
     return float(value)

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 
+from jaxcomp.checks import is_integer
 from jaxcomp.transports.base import Gathering, check_name, check_positive
 from jaxcomp.transports.packets import packed, unpacked
 from jaxcomp.wire import WireError
@@ -211,7 +212,7 @@ def coordination(
     """
     check_name("run", run)
     check_positive("seconds", seconds)
-    if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or not 1 <= chunk_bytes <= 2**28:
+    if not is_integer(chunk_bytes) or chunk_bytes > 2**28:
         raise ValueError(f"coordination: chunk_bytes must be an integer in [1, {2**28}]; got {chunk_bytes!r}")
     client, place = _client_and_place()
     return Coordination(

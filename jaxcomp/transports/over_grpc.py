@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from jaxcomp.checks import is_integer, is_number
 from jaxcomp.transports.base import check_name, check_positive
-from jaxcomp.transports.mailboxes import Local, Mailboxes
+from jaxcomp.transports.mailboxes import Mailboxes
 from jaxcomp.transports.packets import packed, unpacked
 from jaxcomp.wire import WireError
 
@@ -30,24 +31,17 @@ MOST_BYTES = 2**30
 WORKERS = 64  # threads of the hub: each site that waits holds one
 
 
-class Hub:
-    """The service, in the process of the server; made by `hub`. address: with the port that it listens at."""
+class Hub(Mailboxes):
+    """The service, in the process of the server; made by `hub`. address: with the port that it listens at. The server
+    has transports by `link`."""
 
-    def __init__(self, server: Any, boxes: Mailboxes, address: str):
-        self._server, self._boxes, self.address = server, boxes, address
-
-    def link(self, name: str) -> Local:
-        """The transport of a name in this process, that of the server."""
-        return self._boxes.link(name)
-
-    @property
-    def held_bytes(self) -> int:
-        """Length of all messages that nobody has taken."""
-        return self._boxes.held_bytes
+    def __init__(self, server: Any):
+        super().__init__()
+        self._server, self.address = server, ""
 
     def close(self) -> None:
         """Ends the service; calls that wait end empty."""
-        self._boxes.close()
+        super().close()
         self._server.stop(1.0).wait()
 
     def __enter__(self) -> "Hub":
@@ -84,8 +78,8 @@ def hub(
     options = _options(most_bytes)
     for name in keys or ():
         check_name("name in keys", name)
-    boxes = Mailboxes()
     server = grpc.server(ThreadPoolExecutor(WORKERS, thread_name_prefix="jaxcomp-hub"), options=options)
+    boxes = Hub(server)
     methods = {"Post": _posted, "Take": functools.partial(_taken, most_bytes=most_bytes)}
     handlers = {
         name: grpc.unary_unary_rpc_method_handler(_answering(grpc, boxes, keys, method))
@@ -97,8 +91,9 @@ def hub(
         port = listen(address, *([] if credentials is None else [credentials]))
     except RuntimeError as error:
         raise ValueError(f"transports: address {address!r} cannot be listened at: {error}") from None
+    boxes.address = f"{address.rsplit(':', 1)[0]}:{port}"
     server.start()
-    return Hub(server, boxes, f"{address.rsplit(':', 1)[0]}:{port}")
+    return boxes
 
 
 def _answering(grpc: Any, boxes: Mailboxes, keys: Mapping[str, str] | None, method: Callable) -> Callable:
@@ -129,8 +124,8 @@ def _posted(boxes: Mailboxes, source: str, fields: Mapping[str, Any], blobs: Seq
 
 
 def _taken(boxes: Mailboxes, source: str, fields: Mapping[str, Any], blobs: Sequence[bytes], most_bytes: int) -> bytes:
-    seconds = fields.get("seconds")
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= LONGEST_WAIT:
+    seconds: Any = fields.get("seconds")
+    if not is_number(seconds) or not 0 <= seconds <= LONGEST_WAIT:
         raise WireError("seconds", seconds, f"in [0, {LONGEST_WAIT:g}]")
     found = boxes.take(source, check_name("tag", fields.get("tag")), seconds, most_bytes)
     return packed({"sources": [name for name, _ in found]}, [data for _, data in found])
@@ -222,7 +217,7 @@ def site(
 
 
 def _options(most_bytes: int) -> list[tuple[str, int]]:
-    if isinstance(most_bytes, bool) or not isinstance(most_bytes, int) or not 1 <= most_bytes < 2**31 - 2**16:
+    if not is_integer(most_bytes) or most_bytes >= 2**31 - 2**16:
         raise ValueError(f"transports: most_bytes must be an integer in [1, {2**31 - 2**16}); got {most_bytes!r}")
     room = most_bytes + 2**16  # for the fields beside the message
     return [

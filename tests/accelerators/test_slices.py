@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp as jc
 from jaxcomp.exchange.collectives import (
     all_to_all,
-    all_to_all_bytes,
     gather_bytes,
     gather_tree,
     gathered,
@@ -208,8 +207,9 @@ def test_words_that_only_move_fill_tiles(dtype, size):
         return gather_tree(x * 3, "dcn")
 
     def exchange(x):
-        said.append(all_to_all_bytes(x, "dcn"))
-        return all_to_all(x * 3, "dcn")
+        rows, sent_bytes = all_to_all(x * 3, "dcn")
+        said.append(sent_bytes)
+        return rows
 
     gathered = book_of(gather, mesh, ((size,), dtype))
     exchanged = book_of(exchange, mesh, ((2, size), dtype))
@@ -226,8 +226,9 @@ def test_what_chips_of_a_slice_share_is_counted(dtype, size):
     said = []
 
     def exchange(x):
-        said.append(all_to_all_bytes(x, "dcn", ("ici",)))
-        return all_to_all(x * 3, "dcn", ("ici",))
+        rows, sent_bytes = all_to_all(x * 3, "dcn", ("ici",))
+        said.append(sent_bytes)
+        return rows
 
     def gather(x):
         said.append(gather_bytes(x, "dcn", ("ici",)))

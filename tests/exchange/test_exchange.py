@@ -66,8 +66,8 @@ def everywhere(compressor, via, weights, like, key, seed):
         way, each = Way(AXIS, N, weights=w), zip(here.compressors, payloads, shared, groups, strict=True)
         parcels = [Parcel(c, payload, state, group.like) for c, payload, state, group in each]
         arrived = route_of(via).carry(parcels, way, jax.random.key(0), State()).arrived
-        adds = [functools.partial(accumulate, c) for c in here.compressors]
-        return tuple(_mean(parcel, one, way, add) for parcel, one, add in zip(parcels, arrived, adds, strict=True))
+        each = zip(parcels, arrived, here.compressors, strict=True)
+        return tuple(_mean(parcel, one, way, compressor) for parcel, one, compressor in each)
 
     sharded = jax.shard_map(
         lambda p, s: worker(jax.tree.map(lambda a: a[0], p), s), mesh=mesh_of(N), in_specs=(P(AXIS), P()), out_specs=P()

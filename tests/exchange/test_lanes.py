@@ -69,7 +69,7 @@ def test_everything_arrives(long, alone, on_a_mesh, seed, monkeypatch):
     monkeypatch.setattr(lanes, "ALONE_BYTES", alone)
     rng = np.random.default_rng(seed)
     given = {name: jnp.asarray(rng.integers(0, 99, (N, N, *x.shape)), x.dtype) for name, x in MIXED.items()}
-    both = lambda x: (lanes.gather_tree(x, AXIS), lanes.all_to_all(x, AXIS))
+    both = lambda x: (lanes.gather_tree(x, AXIS), lanes.all_to_all(x, AXIS)[0])
     if on_a_mesh:
         rows_of = lambda tree: jax.tree.map(lambda x: x[None], tree)
         one = lambda tree: (lambda rows, parts: (rows, rows_of(parts)))(*both(jax.tree.map(lambda x: x[0], tree)))
@@ -93,8 +93,8 @@ def test_shapes_that_fill_tiles_of_tpus_change_no_value(on_a_mesh, seed, monkeyp
     floats = [name for name in given if name != "bytes"]
 
     def every(tree, rows):
-        summed = lanes.all_sum({name: tree[name] for name in floats}, AXIS, exact=True)
-        return (summed, lanes.gather_tree(tree, AXIS)), lanes.all_to_all(rows, AXIS)
+        summed = lanes.summed({name: tree[name] for name in floats}, AXIS, exact=True)[0]
+        return (summed, lanes.gather_tree(tree, AXIS)), lanes.all_to_all(rows, AXIS)[0]
 
     def run(form):
         monkeypatch.setattr(collectives, "platform", lambda: form)
@@ -198,7 +198,7 @@ def test_narrow_sums_are_added_in_single_precision():
     """256 + 1 + 1 + 1 in bf16 would stay at 256; added in f32 and rounded once it is 260."""
     x = jnp.array([[256.0], [1.0], [1.0], [1.0]], jnp.bfloat16)
     total = lambda exact: jax.jit(
-        jax.vmap(lambda x: lanes.all_sum(x, AXIS, exact=exact), axis_name=AXIS, out_axes=None)
+        jax.vmap(lambda x: lanes.summed(x, AXIS, exact=exact)[0], axis_name=AXIS, out_axes=None)
     )(x)
     assert (total(False), total(True)) == (260, 259)
 
@@ -210,14 +210,14 @@ def test_many_narrow_numbers_are_summed_in_parts(monkeypatch):
         arrays = [jax.ShapeDtypeStruct((size,), dtype) for size in sizes]
         assert [lane.places for lane in lanes.sum_lanes(arrays)] == places
     given = [jnp.arange(2.0 * size, dtype=jnp.bfloat16).reshape(2, size) for size in sizes]
-    both = jax.jit(jax.vmap(lambda x: lanes.all_sum(x, AXIS, exact=True), axis_name=AXIS, out_axes=None))(given)
+    both = jax.jit(jax.vmap(lambda x: lanes.summed(x, AXIS, exact=True)[0], axis_name=AXIS, out_axes=None))(given)
     for total, rows in zip(both, given, strict=True):
         np.testing.assert_array_equal(total, np.asarray(rows, np.float32).sum(0))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_sums_of_buckets_wait_for_each_other(dtype):
-    total = lambda tree: lanes.all_sum(tree, AXIS, buckets=(1, 2, 3))
+    total = lambda tree: lanes.summed(tree, AXIS, buckets=(1, 2, 3))[0]
     rows = [jnp.ones((2, 8), dtype)] * 3
     text = jax.jit(jax.vmap(total, axis_name=AXIS, out_axes=None)).lower(rows).as_text()
     assert text.count("optimization_barrier") == 2

@@ -16,7 +16,7 @@ from jaxcomp.exchange.routes.route import (
     Way,
     costs,
     route_number,
-    taken,
+    two_shots_pay,
 )
 from jaxcomp.exchange.routes.scatter import SCATTER
 from jaxcomp.exchange.routes.sum import SUM
@@ -35,7 +35,7 @@ __all__ = [
     "costs",
     "route_number",
     "route_of",
-    "taken",
+    "two_shots_pay",
 ]
 
 # In this order `Info.route` numbers them.
@@ -44,15 +44,17 @@ VIAS = ("auto", *ROUTES)
 NAMES += [*ROUTES, SCATTER.name]
 
 
-def route_of(via: str) -> Route:
-    """The route that a user asked for.
+def route_of(via: str | Route, name: str = "") -> Route:
+    """The route that a user asked for, or gives.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is none of that name; named after the function `name`.
 
     >>> route_of("ring").name
     'ring'
     """
+    if isinstance(via, Route):
+        return via
     if via not in VIAS:
-        raise ValueError(f"via must be one of {', '.join(map(repr, VIAS))}; got {via!r}")
+        raise ValueError(f"{name and f'{name}: '}via must be one of {', '.join(map(repr, VIAS))}; got {via!r}")
     return AUTO if via == "auto" else ROUTES[via]

@@ -9,20 +9,18 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.exchange.axes import Axis, axis_index, varying, varying_axes
+from jaxcomp.exchange.axes import axis_index, varying, varying_axes
 from jaxcomp.exchange.collectives import all_sum_words
-from jaxcomp.exchange.links import Cost, Levels, Link, cost_of
-from jaxcomp.exchange.routes.route import gathering_route
-from jaxcomp.exchange.routes.unequal import from_buffers, gather_by, own_words, pieces_of
+from jaxcomp.exchange.links import cost_of
+from jaxcomp.exchange.routes.route import Way
+from jaxcomp.exchange.routes.unequal import from_buffers, own_words, pieces_of, unequal_route
 from jaxcomp.payloads.unequal import UnequalMessage
 
-__all__ = ["CONCAT", "gather"]
+__all__ = ["CONCAT"]
 
 
-def _exchange(message: UnequalMessage, axis: Axis, link: Link | Levels) -> Any:
-    """The words of all workers without padding, put back into payloads stacked on a leading axis of n."""
-    del link
-    lengths = message.lengths
+def _exchange(message: UnequalMessage, way: Way) -> Any:
+    lengths, axis = message.lengths, way.axis
     longest, total = max(lengths), sum(lengths)
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     own = own_words(message, axis, longest)
@@ -31,12 +29,6 @@ def _exchange(message: UnequalMessage, axis: Axis, link: Link | Levels) -> Any:
     return from_buffers(message, pieces_of(all_sum_words(buffer[:total], axis), lengths), axis)
 
 
-def _cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
-    """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
-    del capacity
-    n, total = len(lengths), 4 * sum(lengths)
-    return cost_of("all_reduce", total, n, link)
-
-
-gather = gather_by(_exchange, _cost)
-CONCAT = gathering_route("concat", gather, _cost, buckets=False)
+CONCAT = unequal_route(
+    "concat", _exchange, lambda lengths, capacity, link: cost_of("all_reduce", 4 * sum(lengths), len(lengths), link)
+)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxcomp.exchange.collectives import gathered
-from jaxcomp.exchange.links import Cost, Levels, Link, cost_of
+from jaxcomp.exchange.links import cost_of
 from jaxcomp.exchange.routes.route import Parcel, Way, cuts_of, gathering_route, lengths_of
 from jaxcomp.payloads.unequal import message_of
 
@@ -22,26 +22,18 @@ def gather_padded(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...],
     """All payloads, by one collective for each lane."""
     payloads, lengths = tuple(parcel.payload for parcel in parcels), lengths_of(parcels)
     if lengths is not None:
-        _warn_of_padding(payloads, lengths, way.workers)
+        words = message_of(payloads, lengths, way.workers).lengths
+        longest, mean = max(words), sum(words) / way.workers
+        if longest > PADDED * mean:
+            warnings.warn(
+                f'via="gather" pads every message to the longest, {longest / mean:.2f} times the mean: a uniform ratio '
+                'as large as the largest one would cost the same and lose less. via="concat" and via="ring" do not '
+                'send the padding; via="auto" takes what is fastest.',
+                stacklevel=4,
+            )
     return gathered(payloads, way.axis, way.replicas, way.buckets_of(parcels), cuts_of(parcels))
 
 
-def _warn_of_padding(payloads: Any, lengths: Any, workers: int) -> None:
-    words = message_of(payloads, lengths, workers).lengths
-    longest, mean = max(words), sum(words) / workers
-    if longest > PADDED * mean:
-        warnings.warn(
-            f'via="gather" pads every message to the longest, {longest / mean:.2f} times the mean: a uniform ratio '
-            'as large as the largest one would cost the same and lose less. via="concat" and via="ring" do not send '
-            'the padding; via="auto" takes what is fastest.',
-            stacklevel=5,
-        )
-
-
-def _cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
-    """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
-    n = len(lengths)
-    return cost_of("all_gather", 4 * capacity, n, link)
-
-
-GATHER = gathering_route("gather", gather_padded, _cost)
+GATHER = gathering_route(
+    "gather", gather_padded, lambda lengths, capacity, link: cost_of("all_gather", 4 * capacity, len(lengths), link)
+)

@@ -13,20 +13,19 @@ from jax import lax
 from jaxcomp.exchange.axes import Axis, axis_index, varying, varying_axes
 from jaxcomp.exchange.collectives import send
 from jaxcomp.exchange.links import Cost, Levels, Link, Phase, ring_plan, slowest
-from jaxcomp.exchange.routes.route import gathering_route
-from jaxcomp.exchange.routes.unequal import from_buffers, gather_by, own_words
+from jaxcomp.exchange.routes.route import Way
+from jaxcomp.exchange.routes.unequal import from_buffers, own_words, unequal_route
 from jaxcomp.payloads.unequal import UnequalMessage
 
-__all__ = ["RING", "gather"]
+__all__ = ["RING"]
 
 Array = jax.Array
 
 
-def _exchange(message: UnequalMessage, axis: Axis, link: Link | Levels) -> Any:
-    """The words of all workers without padding, put back into payloads stacked on a leading axis of n."""
-    lengths = message.lengths
+def _exchange(message: UnequalMessage, way: Way) -> Any:
+    lengths, axis = message.lengths, way.axis
     n, number = len(lengths), axis_index(axis)
-    phases = ring_plan(lengths, slowest(link)).phases
+    phases = ring_plan(lengths, slowest(way.link)).phases
     own = own_words(message, axis, max(lengths) + sum(phase.words * phase.pieces for phase in phases))
     start = jnp.zeros((), jnp.int32)
     arrived: list[list[Array]] = [[] for _ in lengths]
@@ -54,12 +53,10 @@ def _around(mine: Array, phase: Phase, number: Array, axis: Axis) -> Array:
 
 
 def _cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
-    """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     del capacity
     one = slowest(link)
     plan = ring_plan(lengths, one)
     return Cost(plan.seconds(one), plan.sent_bytes)
 
 
-gather = gather_by(_exchange, _cost)
-RING = gathering_route("ring", gather, _cost, buckets=False)
+RING = unequal_route("ring", _exchange, _cost)

@@ -10,7 +10,7 @@ workers and a message of d entries in b bytes:
     other       gathered, (n - 1) b, as long as that is at most the 8 (n - 1) / n d of an all-reduce of f32: n b <= 8 d
     beyond      two shots, 2 (n - 1) / n b, if the algorithm can have its messages compressed once more, and if those
                 are not unbiased with an omega above 4, which no memory would make good. They need another layout of
-                the tree, so this is decided when the state is made (`taken`)
+                the tree, so this is decided when the state is made (`two_shots_pay`)
     else        decoded before they are sent, and added: as many bytes as without compression, and no more
 
 Longer: by the model of `links`, on the link or the levels of links that the user states. On one link fewer bytes take
@@ -58,7 +58,7 @@ __all__ = [
     "lengths_of",
     "route_number",
     "sums",
-    "taken",
+    "two_shots_pay",
 ]
 
 Array = jax.Array
@@ -313,26 +313,23 @@ def fastest(lengths: tuple[int, ...], capacity: int, link: Link | Levels = DEFAU
 # When a state is made: in which layout
 
 
-def taken(
+def two_shots_pay(
     own: Sequence[tuple[Compressor, Any]],
     chunks: Sequence[tuple[Compressor, Any]],
     workers: int,
     link: Link | Levels,
-) -> Route:
-    """The route for a tree: two shots where a gather of some message would send more than f32 or take longer, and they
-    send less and are faster.
+) -> bool:
+    """Whether two shots send less and are faster, for a tree of which a gather of some message would send more than f32
+    or take longer.
 
     Args:
         own: compressor, and shape and dtype of what it compresses, of each group of the tree in its own layout.
-        chunks: the same in the layout of two shots; none where these are refused.
+        chunks: the same in the layout of two shots.
         workers: n.
         link: between them.
     """
-    if not chunks or workers < 3:  # two shots of two workers send as much as a gather
-        return AUTO
-    (compressor, like) = chunks[0]
-    if compressor.spec.omega is not None and omega_of((compressor,), (like,)) > MOST_OMEGA:
-        return AUTO
+    if omega_of(*zip(*chunks, strict=True)) > MOST_OMEGA:
+        return False
     added, gathered, decoded = 0, 0, 0
     for each, like in own:
         held = held_by(each, like)
@@ -343,13 +340,12 @@ def taken(
         else:
             decoded += _dense(like)
     if not decoded:
-        return AUTO
+        return False
     on = lambda kind, size: cost_of(kind, size, workers, link)
     auto = on("all_reduce", added + decoded), on("all_gather", gathered)
     chunk = sum(held_by(*pair) for pair in chunks)
     both = on("all_to_all", chunk), on("all_gather", chunk / workers)
-    better = all(sum(getattr(x, of) for x in both) < sum(getattr(x, of) for x in auto) for of in Cost._fields)
-    return ROUTES["two_shot"] if better else AUTO
+    return all(sum(getattr(x, of) for x in both) < sum(getattr(x, of) for x in auto) for of in Cost._fields)
 
 
 def _is_within(held: float, like: Any, workers: int, link: Link | Levels) -> bool:
@@ -371,7 +367,7 @@ def held_by(compressor: Compressor, like: Any) -> int:
         state = compressor.init(key, like)
         return compressor.compress(key, x, State(state.local, for_worker(compressor, state.shared, 0)))[0]
 
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(payload, jax.random.key(0), like)))
+    return lane_bytes(jax.eval_shape(payload, jax.random.key(0), like))
 
 
 def _dense(like: Any) -> int:

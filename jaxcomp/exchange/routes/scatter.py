@@ -14,7 +14,6 @@ from typing import Any
 import jax
 
 from jaxcomp.base import Compressor, State
-from jaxcomp.exchange.collectives import all_to_all_bytes
 from jaxcomp.exchange.routes.route import Arrived, Carried, Parcel, Route, Way
 from jaxcomp.exchange.routes.two_shot import first_shot
 from jaxcomp.exchange.routes.two_shot import layout as chunks
@@ -38,12 +37,11 @@ def _refuses(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
 
 
 def _carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carried:
-    """This worker's row of the mean (see `Route.carry`)."""
     del key
     (out,) = parcels
     row = jax.ShapeDtypeStruct(out.like.shape[1:], out.like.dtype)
-    chunk = way.mean_of(first_shot(out.payload, out.compressor, out.shared, row, way))
-    return Carried((Arrived(mean=chunk),), "scatter", all_to_all_bytes(out.payload, way.axis, way.replicas), state)
+    total, sent_bytes = first_shot(out.payload, out.compressor, out.shared, row, way)
+    return Carried((Arrived(mean=way.mean_of(total)),), "scatter", sent_bytes, state)
 
 
 SCATTER = Route("scatter", _carry, _refuses, chunks)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxcomp.base import State
-from jaxcomp.exchange.links import Cost, Levels, Link, cost_of
+from jaxcomp.exchange.links import cost_of
 from jaxcomp.exchange.routes.route import Arrived, Carried, Parcel, Route, Way, sums
 
 __all__ = ["SUM"]
@@ -27,16 +27,15 @@ def _refuses(compressor, roles):
 
 
 def _carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carried:
-    """The sums of the payloads, added on the way (see `Route.carry`)."""
     del key
     totals, sent_bytes = sums(parcels, way)
     return Carried(tuple(Arrived(total=total) for total in totals), "sum", sent_bytes, state)
 
 
-def _cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
-    """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
-    n = len(lengths)
-    return cost_of("all_reduce", 4 * capacity, n, link)
-
-
-SUM = Route("sum", _carry, _refuses, cost=_cost, buckets=True)
+SUM = Route(
+    "sum",
+    _carry,
+    _refuses,
+    cost=lambda lengths, capacity, link: cost_of("all_reduce", 4 * capacity, len(lengths), link),
+    buckets=True,
+)

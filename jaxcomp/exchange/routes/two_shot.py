@@ -25,7 +25,7 @@ from jaxcomp.arrays import bounded, wide_like
 from jaxcomp.base import Compressor, State, accumulate, advance, has_role, residual
 from jaxcomp.compressors.rows import Rows
 from jaxcomp.exchange.axes import Axis, axis_index, axis_names, on_equal_types, varying, varying_axes
-from jaxcomp.exchange.collectives import all_to_all, all_to_all_bytes, gather_bytes, gathered
+from jaxcomp.exchange.collectives import all_to_all, gathered
 from jaxcomp.exchange.links import Cost, Levels, Link, cost_of
 from jaxcomp.exchange.routes.route import Arrived, Carried, Parcel, Route, Way
 from jaxcomp.groups import Layout
@@ -51,10 +51,9 @@ class Second(NamedTuple):
 # The two halves
 
 
-def first_shot(payload: Any, compressor: Compressor, shared: Any, row: Any, way: Way) -> Array:
-    """The sum of what the workers sent to the owner of a chunk, each with its weight, or with `Way.share`.
-
-    f32[c], f64 for f64 messages.
+def first_shot(payload: Any, compressor: Compressor, shared: Any, row: Any, way: Way) -> tuple[Array, float]:
+    """The sum of what the workers sent to the owner of a chunk, each with its weight, or with `Way.share`: f32[c], f64
+    for f64 messages. And the bytes that a device sends for it.
 
     Args:
         payload: of a stack [n, c], with a leading axis of n.
@@ -63,12 +62,12 @@ def first_shot(payload: Any, compressor: Compressor, shared: Any, row: Any, way:
         row: shape and dtype of a chunk.
         way: see `Way`.
     """
-    rows, like = all_to_all(payload, way.axis, way.replicas), wide_like(row)
+    (rows, sent_bytes), like = all_to_all(payload, way.axis, way.replicas), wide_like(row)
     add = lambda *args: accumulate(_of_row(compressor), like, *args)
     equal = jnp.full((way.workers,), way.share, like.dtype)
     weights = equal if way.weights is None else way.weights
     total = on_equal_types(add, rows, weights, _row(shared, way.axis))
-    return varying(total, (*axis_names(way.axis), *way.outer))
+    return varying(total, (*axis_names(way.axis), *way.outer)), sent_bytes
 
 
 def second_shot(
@@ -77,9 +76,8 @@ def second_shot(
     compressor: Compressor,
     state: State,
     like: Any,
-    axis: Axis,
-    replicas: tuple[str, ...] = (),
-) -> tuple[Any, Any, Array]:
+    way: Way,
+) -> tuple[Any, Any, Array, float]:
     """Compresses the owner's chunk and brings it to all workers.
 
     Args:
@@ -88,17 +86,17 @@ def second_shot(
         compressor: of a stack (`rows`).
         state: local of one chunk, shared of all.
         like: shapes of the mean, [n, c].
-        axis: of the workers.
-        replicas: see `Way`.
+        way: see `Way`.
 
     Returns:
-        The payload of the chunk, the compressor's local state, and the chunks of all workers as they are decoded,
-        [n, c], equal on all.
+        The payload of the chunk, the compressor's local state, the chunks of all workers as they are decoded, [n, c],
+        equal on all, and the bytes that a device sends.
     """
-    payload, local = _of_row(compressor).compress(key, chunk, State(state.local, _row(state.shared, axis)))
+    payload, local = _of_row(compressor).compress(key, chunk, State(state.local, _row(state.shared, way.axis)))
     payload = varying(payload, varying_axes((chunk, payload)))
     read = lambda payloads, shared: compressor.decompress(payloads, shared, like)
-    return payload, local, on_equal_types(read, gathered(payload, axis, replicas)[0], state.shared)
+    payloads, sent_bytes = gathered(payload, way.axis, way.replicas)
+    return payload, local, on_equal_types(read, payloads, state.shared), sent_bytes
 
 
 def _of_row(compressor: Compressor) -> Compressor:
@@ -164,29 +162,27 @@ def init(shared_key: Array, compressors: tuple[Compressor, ...], like: tuple[Any
 
 
 def _carry(parcels: Sequence[Parcel], way: Way, key: Array, state: State) -> Carried:
-    """The mean by way of the owners of its chunks (see `Route.carry`)."""
     (out,) = parcels
+    way = way if way.workers > 1 else way._replace(replicas=())
     compressor, axis, like = out.compressor, way.axis, _sent_like(out.compressor, out.like)
-    replicas = way.replicas if way.workers > 1 else ()
     row = jax.ShapeDtypeStruct(out.like.shape[1:], out.like.dtype)
     axes = (*axis_names(axis), *way.outer)
     memory, local = varying(state.local, axes)
-    chunk = way.mean_of(first_shot(out.payload, compressor, out.shared, row, way))
-    chunk = jnp.nan_to_num(chunk)
+    total, first_bytes = first_shot(out.payload, compressor, out.shared, row, way)
+    chunk = jnp.nan_to_num(way.mean_of(total))
     if _is_biased(compressor):
         chunk = bounded(chunk + memory)
-    second, local, mean = second_shot(
-        key, bounded(chunk, like.dtype), compressor, State(local, state.shared), wide_like(like), axis, replicas
+    second, local, mean, second_bytes = second_shot(
+        key, bounded(chunk, like.dtype), compressor, State(local, state.shared), wide_like(like), way
     )
     if _is_biased(compressor):
         memory = residual(_of_row(compressor), chunk, second, _row(state.shared, axis))
-    sent = all_to_all_bytes(out.payload, axis, replicas) + gather_bytes(second, axis, replicas)
+    sent_bytes = first_bytes + second_bytes
     after = State(Second(memory, local), advance(compressor, state.shared))
-    return Carried((Arrived(mean=mean),), "two_shot", sent, after, lane_bytes(second), cheap_bits(second))
+    return Carried((Arrived(mean=mean),), "two_shot", sent_bytes, after, lane_bytes(second), cheap_bits(second))
 
 
 def _cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
-    """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     n = len(lengths)
     first, second = cost_of("all_to_all", 4 * capacity, n, link), cost_of("all_gather", 4 * capacity / n, n, link)
     return Cost(first.seconds + second.seconds, first.sent_bytes + second.sent_bytes)

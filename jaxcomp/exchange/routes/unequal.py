@@ -15,30 +15,31 @@ from jax import lax
 from jaxcomp.exchange.axes import Axis, axis_index, proven_equal, varying, varying_axes
 from jaxcomp.exchange.collectives import gathered
 from jaxcomp.exchange.links import Cost, Levels, Link
-from jaxcomp.exchange.routes.route import Gather, Parcel, Way, lengths_of
+from jaxcomp.exchange.routes.route import Parcel, Route, Way, gathering_route, lengths_of
 from jaxcomp.payloads import from_words, to_words
 from jaxcomp.payloads.unequal import UnequalMessage, message_of
 
-__all__ = ["from_buffers", "gather_by", "own_words", "pieces_of"]
+__all__ = ["from_buffers", "own_words", "pieces_of", "unequal_route"]
 
 Array = jax.Array
 
 
-def gather_by(
-    exchange: Callable[[UnequalMessage, Axis, Link | Levels], Any],
+def unequal_route(
+    name: str,
+    exchange: Callable[[UnequalMessage, Way], Any],
     cost: Callable[[tuple[int, ...], int, Link | Levels], Cost],
-) -> Gather:
-    """`Gather` from a function that brings a message to all workers, and its cost."""
+) -> Route:
+    """The route whose `exchange` brings the words of all workers without padding, put back into payloads stacked on a
+    leading axis of n, at this cost (see `Route.cost`)."""
 
     def gather(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float]:
         payloads = tuple(parcel.payload for parcel in parcels)
         message = message_of(payloads, lengths_of(parcels), way.workers)
         if max(message.lengths) == 0:
             return gathered(payloads, way.axis)
-        found = exchange(message, way.axis, way.link)
-        return found, cost(message.lengths, message.capacity, way.link).sent_bytes
+        return exchange(message, way), cost(message.lengths, message.capacity, way.link).sent_bytes
 
-    return gather
+    return gathering_route(name, gather, cost, buckets=False)
 
 
 # ------------------------------------------------------------------------------------------------
