@@ -34,14 +34,12 @@ from jaxcomp.payloads.registry import (
     Choices,
     Coding,
     Family,
-    code_bits,
     count_type,
-    encode_message,
-    lane_bytes,
+    message_bits,
     num_entries,
+    pack_message,
     read_record,
     register,
-    same_everywhere,
     unpack_message,
     write_record,
 )
@@ -129,7 +127,7 @@ def _codings(payload: Chunks, code: str) -> Choices:
     values, words = payload
     width, groups = words.shape
     size = 32 * groups
-    rest = (lambda: 8 * lane_bytes(values)) if hasattr(values, "dtype") else (lambda: code_bits(values, code=code))
+    rest = lambda: message_bits(values, code)
     fixed = Coding(CHUNKS, ("fixed", "elias", "best"), width * size)
     if code not in ("best", WORDS) or not 0 < size <= MAX_KEYS:
         return Choices([fixed], rest)
@@ -151,9 +149,7 @@ def _pack(payload: Chunks) -> Coded:
     sent = _sent(words)
     count = sent.count.reshape(1)
     keys = coded(*encode_keys(sent.keys, count, num_words=size + 1), sent.total < FURTHEST)
-    return joined(
-        [whole_array(count), keys, whole_array(values) if hasattr(values, "dtype") else encode_message(values)]
-    )
+    return joined([whole_array(count), keys, pack_message(values)])
 
 
 def _unpack(cursor: Cursor, like: Chunks) -> Chunks:
@@ -163,8 +159,7 @@ def _unpack(cursor: Cursor, like: Chunks) -> Chunks:
         return uncoded_like(cursor, like)
     count = cursor.take(1).astype(I32)
     gaps = cursor.bits(size + 1, lambda words: decode_to_gaps(words, count, size))
-    values = cursor.array(like.values) if hasattr(like.values, "dtype") else unpack_message(cursor, like.values)
-    return Chunks(values, pack(gaps, width))
+    return Chunks(unpack_message(cursor, like.values), pack(gaps, width))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -237,6 +232,5 @@ register(
         pack=_pack,
         unpack=_unpack,
         entries=_entries,
-        limits=same_everywhere,
     )
 )

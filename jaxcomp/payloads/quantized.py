@@ -51,7 +51,6 @@ from jaxcomp.payloads.registry import (
     count_type,
     lane_bytes,
     register,
-    same_everywhere,
     shortest,
 )
 from jaxcomp.payloads.sparse_records import key_stream
@@ -354,7 +353,6 @@ register(
         pack=_pack,
         unpack=_unpack,
         entries=lambda payload: None,
-        limits=same_everywhere,
         per_tile=_per_tile,
     )
 )

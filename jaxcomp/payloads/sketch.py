@@ -36,7 +36,7 @@ from jaxcomp.codes.keys import (
 )
 from jaxcomp.packing import pack, unpack, width_for
 from jaxcomp.payloads.quantized import level_room
-from jaxcomp.payloads.registry import Choices, Coding, Family, register, same_everywhere, shortest
+from jaxcomp.payloads.registry import Choices, Coding, Family, register, shortest
 from jaxcomp.payloads.words import Coded, Cursor, coded, joined, uncoded, uncoded_like, whole_array
 from jaxcomp.wire.bitstream import SOME, pack_bits, packed_size, set_words, stream_bytes, unpack_bits, unpack_words
 from jaxcomp.wire.errors import WireError
@@ -344,7 +344,6 @@ register(
         pack=_pack,
         unpack=_unpack,
         entries=lambda payload: namespace(payload.counts).sum(payload.counts, dtype=np.int32),
-        limits=same_everywhere,
         entropy=True,
     )
 )
