@@ -508,9 +508,7 @@ def _read_scaled(reader: Reader) -> Scaled:
 register(
     Family(
         type=Dense,
-        codings=lambda payload, code: Choices(
-            [Coding(DENSE, (code,), 0)], lambda: message_bits(payload.values, code)
-        ),
+        codings=lambda payload, code: Choices([Coding(DENSE, (code,), 0)], lambda: message_bits(payload.values, code)),
         check=lambda payload: None,
         write=lambda out, payload, coding: write_record(out, payload.values),
         readers={DENSE: lambda reader: Dense(read_record(reader))},

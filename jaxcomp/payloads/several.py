@@ -89,9 +89,7 @@ def _write_several(out: Writer, payload: Several, coding: Coding) -> None:
 
 
 def _read_several(reader: Reader) -> Several:
-    number = reader.byte("Several number")
-    if not 1 <= number <= MOST:
-        raise WireError("Several number", number, f"1 .. {MOST}")
+    number = reader.byte("Several number", 1, MOST)
     return Several(tuple([read_record(reader) for _ in range(number)]))
 
 
