@@ -224,7 +224,7 @@ def _read_elias(reader: Reader) -> Sparse:
     last = reader.varint("Sparse padding index", 2**31 - 1)
     stream = reader.stream("Sparse gap")
     indices = _indices(reader, capacity)
-    decode_gaps(stream, count, 2**31, out=indices, room=reader.spare)
+    decode_gaps(stream, 2**31, indices[:count], room=reader.spare)
     indices[count:] = last
     return Sparse(_read_values(reader, count, capacity), indices)
 

@@ -18,11 +18,8 @@ from jaxcomp.payloads import Quantized, Sparse
 from jaxcomp.payloads import quantized as quantized_
 from jaxcomp.payloads import sparse_records as records
 from jaxcomp.wire.bitstream import pack_words, stream_bytes, words_of
-from jaxcomp.wire.elias import decode_levels
 from jaxcomp.wire.frame import seal, unseal, varint
 from jaxcomp.wire.limits import PAD_BYTES
-
-decode_levels(memoryview(bytes(9)), 1, 9)  # makes its table, which no single message is to be charged with
 
 
 def best(payload):
