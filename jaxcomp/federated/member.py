@@ -14,6 +14,7 @@ from jaxcomp.federated.messages import (
     Task,
     applied,
     largest,
+    norm_of,
     opened,
     options_here,
     parted,
@@ -152,7 +153,7 @@ class Member:
     def _keep(self, task: Task, whole: Array, payload: Any, leaves: bool, tokens: int = 0) -> Answer:
         data = encode(payload, code="best")
         sent = opened(data, whole.size, whole.size)
-        norm = float(np.linalg.norm(sent.values.astype(np.float64)))
+        norm = norm_of(sent.values)
         share = task.norm / norm if norm > task.norm and not leaves else 1.0
         rest = whole.copy()
         rest[sent.indices] -= sent.values

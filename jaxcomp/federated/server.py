@@ -18,6 +18,7 @@ from jaxcomp.federated.messages import (
     applied,
     content_of,
     largest,
+    norm_of,
     opened,
     options_here,
     parted,
@@ -25,7 +26,7 @@ from jaxcomp.federated.messages import (
     share_within,
     well_formed,
 )
-from jaxcomp.federated.options import check_compress, check_outer, history_of, number_in, patience_of, rule_of
+from jaxcomp.federated.options import check_compress, check_outer, integer_of, number_in, rule_of
 from jaxcomp.federated.roster import ArrivedAnswer, Entry, RoundResult
 from jaxcomp.payloads import Dense, Sparse
 from jaxcomp.wire import encode
@@ -93,7 +94,7 @@ class Server:
             raise ValueError(f"federated: weights must be 'volumes' or 'tokens'; got {weights!r}")
         check_outer(outer)
         check_compress(compress)
-        self.weights, self.patience = weights, patience_of(patience)
+        self.weights, self.patience = weights, integer_of("patience", patience, 1)
         self.mean_ratio, self.down = number_in("mean_ratio", mean_ratio, 0, 1), number_in("down", down, 0, 1)
         self.bound = number_in("bound", bound, 1, np.inf, low_counts=True)
         self.max_norm = number_in("max_norm", max_norm, 0, np.inf)
@@ -104,7 +105,7 @@ class Server:
         self.waited: dict[Any, float | None] = {}  # seconds until each answered the last task; None: it has not
         self._opened = 0.0
         self._entries: dict[Any, Entry] = {}
-        self._updates: deque[bytes] = deque(maxlen=history_of(history))
+        self._updates: deque[bytes] = deque(maxlen=integer_of("history", history, 0))
         self._digests: dict[bytes, None] = {}
         self._held: list[tuple[Any, Array]] = []
         self._open = False
@@ -232,7 +233,7 @@ class Server:
         digest = content_of(message)
         if digest in self._digests and np.any(message.values):
             raise Refused("replay", "a message that was used before")
-        norm = share * float(np.linalg.norm(message.values.astype(np.float64)))
+        norm = share * norm_of(message.values)
         most = self.max_norm * (entry.reach(size) if leaves else 1)
         if norm > most * (1 + 1e-9):
             raise Refused("norm", f"{norm:.2e}; at most {most:.2e} is allowed")
@@ -333,8 +334,7 @@ class Server:
 
     def _chosen(self) -> tuple[list[tuple[ArrivedAnswer, float]], list[tuple[Any, str]]]:
         """Answers that are used, with their norms; and those that are clipped."""
-        norm_of = lambda arrived: float(np.linalg.norm(arrived.message.values.astype(np.float64)))
-        all_ = [(arrived, arrived.answer.share * norm_of(arrived)) for arrived in self._arrived]
+        all_ = [(arrived, arrived.answer.share * norm_of(arrived.message.values)) for arrived in self._arrived]
         limit = self._limit(all_)
         used, clipped = [], []
         for arrived, norm in all_:
@@ -369,7 +369,7 @@ class Server:
             parts.append((arrived.member, arrived.message._replace(values=parted(arrived.message.values, share)[0])))
             fates.append((arrived, share))
         for member, vector in self._held + leaving:
-            norm = float(np.linalg.norm(vector.astype(np.float64)))
+            norm = norm_of(vector)
             room = self._room(member, limit, used)
             share = share_within(vector, min(1.0, room / norm) if norm else 1.0, room)
             now, rest = parted(vector, share)
