@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxcomp.exchange.agreement import check_equal
-from jaxcomp.federated.checkpoint import read_arrays, written
 from jaxcomp.federated.messages import (
     Answer,
     Task,
@@ -23,7 +22,8 @@ from jaxcomp.federated.messages import (
 )
 from jaxcomp.federated.options import check_compress
 from jaxcomp.payloads import Dense
-from jaxcomp.smoothness.sources import BROKEN
+from jaxcomp.smoothness.sources import refusing
+from jaxcomp.smoothness.store import read_arrays, write_arrays
 from jaxcomp.wire import encode
 
 __all__ = ["Member", "OutOfStep"]
@@ -181,10 +181,10 @@ class Member:
             answer, values, indices, rest = self._pending
             arrays |= answer._replace(data=np.frombuffer(answer.data, np.uint8))._asdict()  # pyright: ignore
             arrays |= {"values": values, "indices": indices, "rest": rest}
-        written(self.file, arrays)
+        write_arrays(self.file, arrays)
 
     def _load(self, file: Path) -> None:
-        try:
+        with refusing(f"federated: {file} is not the file of a member"):
             kept = read_arrays(file)
             self.version, self.point, self._memory = int(kept["version"]), kept["point"], kept.get("memory")
             if "round" in kept:
@@ -192,8 +192,6 @@ class Member:
                 tokens = int(kept.get("tokens", 0))  # which files of 0.1 have not
                 answer = Answer(int(kept["round"]), kept["data"].tobytes(), share, leaves, tokens)
                 self._pending = _Pending(answer, kept["values"], kept["indices"], kept["rest"])
-        except BROKEN as error:
-            raise ValueError(f"federated: {file} is not the file of a member: {error}") from None
 
 
 def _joined(pending: _Pending, left: Array) -> Array:

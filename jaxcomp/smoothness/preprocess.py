@@ -5,7 +5,6 @@ every few seconds, so that an interrupted pass goes on where it was.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxcomp.smoothness.estimate import Collector, check_finite, collector, lift_loss
+from jaxcomp.smoothness.estimate import Collector, check_finite, check_magnitude, collector, lift_loss, square
 from jaxcomp.smoothness.operator import Blocks, DenseMatrix, Diagonal, LowRank, Operator, Softmax, stack
 from jaxcomp.smoothness.sources import BROKEN, Source, assign
-from jaxcomp.smoothness.store import describe, load, save
+from jaxcomp.smoothness.store import describe, load, read_arrays, save, write_arrays
 
 __all__ = ["Scan", "mean_lambda_max", "preprocess", "scaled_rows"]
 
@@ -41,22 +40,15 @@ def scaled_rows(rows: Any) -> Any:
     return rows / np.where(largest > 0, largest, 1)[:, None]
 
 
-def check_scalable(rows: Any) -> None:
-    """Raises ValueError for NaN and infinities, which no scale makes finite."""
-    if not np.all(np.isfinite(rows.data if hasattr(rows, "indptr") else rows)):
-        raise ValueError("smoothness: features must be finite; got NaN or infinity")
-
-
 def _scan(source: Source, scale: bool = False, show: Callable[[int], None] = lambda rows: None) -> Scan:
     """Norms and labels of all rows, which are checked to be finite."""
     norms, labels, done = [], [], 0
     for rows, y in source.chunks():
         if scale:
-            check_scalable(rows)
+            check_finite(rows)
             rows = scaled_rows(rows)
-        check_finite(rows)
-        squares = rows.multiply(rows) if hasattr(rows, "multiply") else rows * rows
-        norms.append(np.sqrt(np.asarray(squares.sum(1)).reshape(-1)))
+        check_magnitude(rows)
+        norms.append(np.sqrt(np.asarray(square(rows).sum(1)).reshape(-1)))
         labels.append(y)
         done += len(y)
         show(done)
@@ -126,18 +118,14 @@ class Pass:
         arrays = {"key": np.array(self.key), "turn": np.array(self.turn), "row": np.array(self.row)}
         for i, one in enumerate(self.collectors):
             arrays |= {f"{i}/{name}": value for name, value in one.arrays().items()}
-        draft = Path(f"{self.partial}.tmp")
-        with draft.open("wb") as file:
-            np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
-        os.replace(draft, self.partial)
+        write_arrays(self.partial, arrays)
 
     def resume(self) -> bool:
         """Takes up what an interrupted pass with the same options left; True if there was one."""
         try:
-            with self.partial.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-                if str(file["key"]) != self.key:
-                    return False
-                content = {name: file[name] for name in file.files}  # all of it, before anything is taken up
+            content = read_arrays(self.partial)  # all of it, before anything is taken up
+            if str(content["key"]) != self.key:
+                return False
         except BROKEN:
             return False
         for i, one in enumerate(self.collectors):
