@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,16 +17,9 @@ from jaxcomp.smoothness.operator import Blocks, DenseMatrix, Diagonal, LowRank, 
 from jaxcomp.smoothness.sources import BROKEN, Source, assign
 from jaxcomp.smoothness.store import describe, load, read_arrays, save, write_arrays
 
-__all__ = ["Scan", "mean_lambda_max", "preprocess", "scaled_rows"]
+__all__ = ["mean_lambda_max", "preprocess", "scaled_rows"]
 
 LABELS = ((-1.0, 1.0), (0.0, 1.0), (1.0, 2.0))
-
-
-class Scan(NamedTuple):
-    """Result of one pass over the data: norms [N] and labels [N] of all rows."""
-
-    norms: np.ndarray
-    labels: np.ndarray
 
 
 def scaled_rows(rows: Any) -> Any:
@@ -40,8 +33,8 @@ def scaled_rows(rows: Any) -> Any:
     return rows / np.where(largest > 0, largest, 1)[:, None]
 
 
-def _scan(source: Source, scale: bool = False, show: Callable[[int], None] = lambda rows: None) -> Scan:
-    """Norms and labels of all rows, which are checked to be finite."""
+def _scan(source: Source, scale: bool, show: Callable[[int], None]) -> tuple[np.ndarray, np.ndarray]:
+    """Norms [N] and labels [N] of all rows, which are checked to be finite."""
     norms, labels, done = [], [], 0
     for rows, y in source.chunks():
         if scale:
@@ -54,7 +47,7 @@ def _scan(source: Source, scale: bool = False, show: Callable[[int], None] = lam
         show(done)
     if not done:
         raise ValueError("the data has no rows")
-    return Scan(np.concatenate(norms), np.concatenate(labels))
+    return np.concatenate(norms), np.concatenate(labels)
 
 
 def classes_of(labels: np.ndarray, loss: str) -> int | None:
@@ -221,13 +214,13 @@ def preprocess(
     }
     if out.exists():
         return _made_before(out, options)
-    found = _scan(source, scale, lambda rows: show("reading", rows, 0))
-    classes = classes_of(found.labels, loss)
-    if l2 == 0 and not np.any(found.norms):
+    norms, labels = _scan(source, scale, lambda rows: show("reading", rows, 0))
+    classes = classes_of(labels, loss)
+    if l2 == 0 and not np.any(norms):
         raise ValueError(
             "the squares of all features are zero, and so are the smoothness matrices with l2 = 0; give l2 (--l2)"
         )
-    owner = assign(split, found.norms, found.labels, workers, seed=seed, concentration=concentration)
+    owner = assign(split, norms, labels, workers, seed=seed, concentration=concentration)
     run = Pass(make, owner, workers, Path(f"{out}.partial"), json.dumps(options, sort_keys=True))
     run.resume()
     passes = run.collectors[0].passes
