@@ -1,7 +1,5 @@
 """Elias-coded messages: the code itself, bits that are counted against bits that are sent, hostile bytes."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,7 @@ from variants import variants
 import jaxcomp as jc
 from jaxcomp import packing
 from jaxcomp.codes.elias import elias_length
-from jaxcomp.payloads import Dense, Leaves, Quantized, Sparse
+from jaxcomp.payloads import Dense, Quantized
 from jaxcomp.wire import bitstream, elias
 from jaxcomp.wire.frame import seal, unseal
 
@@ -91,38 +89,6 @@ def test_every_payload_survives_and_costs_what_is_counted(name, key, seed):
     assert 0 <= spare <= 8 * 80  # frame, headers, whole bytes
 
 
-def test_sparse_edges():
-    for payload in (
-        Sparse(jnp.zeros(0), jnp.zeros(0, jnp.int32)),
-        Sparse(jnp.array([1.0, 2.0]), jnp.array([0, 7])),
-        Sparse(jnp.array([1.0, 0.0, 0.0]), jnp.array([3, 9, 9])),
-        Sparse(jnp.zeros(3), jnp.array([9, 9, 9])),
-        Leaves(Dense(jnp.ones(2)), (Sparse(jnp.array([1.0, 0.0]), jnp.array([3, 9])),)),
-    ):
-        back = jc.wire.decode(jc.wire.encode(payload, code="elias"))
-        for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(payload), strict=True):
-            np.testing.assert_array_equal(a, b)
-
-
-def body_of(payload):
-    return bytes(unseal(jc.wire.encode(payload, code="elias")))
-
-
-def test_hostile_bytes_raise(seed):
-    """Every message with a byte changed, cut or added either decodes or raises WireError."""
-    rng = np.random.default_rng(seed)
-    sparse = Sparse(jnp.array([1.0, 2.0, 0.0]), jnp.array([1, 5, 9]))
-    for payload in (quantized(levels_of(seed, 64, 0.3, 3), 3), sparse):
-        body = body_of(payload)
-        for i in range(len(body)):
-            for value in {0, 255, body[i] ^ 1, int(rng.integers(256))}:
-                for changed in (body[:i] + bytes([value]) + body[i + 1 :], body[:i]):
-                    with contextlib.suppress(jc.WireError):
-                        jc.wire.decode(seal(changed))
-    with pytest.raises(jc.WireError, match="end of message"):
-        jc.wire.decode(seal(body + b"\0"))
-
-
 def test_named_errors():
     for data, said in (
         (b"", "Elias stream must be long enough"),
@@ -141,7 +107,7 @@ def test_named_errors():
 
 
 def test_a_short_message_cannot_ask_for_a_long_array():
-    body = bytearray(body_of(quantized(np.zeros(32, int), 3)))
+    body = unseal(jc.wire.encode(quantized(np.zeros(32, int), 3), code="elias"))
     # type, array header (dtype, ndim, length), one norm, width, groups, non-zeros, filler
     place = 1 + 3 + 4 + 1
     huge = bytes(body[:place]) + b"\xff\xff\xff\xff\x01" + bytes(body[place + 1 :])

@@ -123,19 +123,6 @@ def test_bit_stream_across_chunks(width, seed):
     np.testing.assert_array_equal(unpack_bits(memoryview(pack_bits(values, width)), values.size, width), values)
 
 
-finite_floats = st.floats(width=32, allow_nan=False)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 2**31 - 1), finite_floats), max_size=50, unique_by=lambda t: t[0]), st.booleans()
-)
-def test_sparse_round_trip(pairs, ordered):
-    pairs = sorted(pairs) if ordered else pairs
-    payload = Sparse(np.array([v for _, v in pairs], np.float32), np.array([i for i, _ in pairs], np.int32))
-    assert same(jc.wire.decode(jc.wire.encode(payload)), payload)
-
-
 # ------------------------------------------------------------------------------------------------
 # Hostile bytes
 

@@ -35,7 +35,8 @@ def test_shortest_code_of_every_payload(name):
     payload, kind = examples()[name]
     message = best(payload)
     assert unseal(message)[0] == kind
-    assert same(jc.wire.decode(message), jax.tree.map(np.asarray, payload))
+    for data in (message, jc.wire.encode(payload, code="elias")):
+        assert same(jc.wire.decode(data), payload)
     if name in COUNTED:
         bits = int(jc.code_bits(jax.tree.map(jnp.asarray, payload), code="best"))
         # A dim, a dtype, a count or a rounding to bytes for each array; nothing else.
@@ -60,11 +61,15 @@ def test_bits_in_jit_for_any_content(seed):
 INDEX = st.one_of(st.integers(0, 40), st.integers(0, 2**31 - 1), st.sampled_from([0, 1, 2**31 - 2, 2**31 - 1]))
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(INDEX, max_size=60, unique=True), st.booleans(), st.sampled_from(["fixed", "elias", "best"]))
-def test_sparse_round_trip(indices, ordered, code):
-    indices = np.array(sorted(indices) if ordered else indices, np.int32)
-    payload = Sparse(np.arange(indices.size, dtype=np.float32), indices)
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(INDEX, st.floats(width=32, allow_nan=False)), max_size=60, unique_by=lambda pair: pair[0]),
+    st.booleans(),
+    st.sampled_from(["fixed", "elias", "best"]),
+)
+def test_sparse_round_trip(pairs, ordered, code):
+    pairs = sorted(pairs) if ordered else pairs
+    payload = Sparse(np.array([v for _, v in pairs], np.float32), np.array([i for i, _ in pairs], np.int32))
     assert same(jc.wire.decode(jc.wire.encode(payload, code=code)), payload)
 
 
