@@ -31,7 +31,6 @@ from jax import lax
 
 from jaxcomp.arrays import is_host, namespace
 from jaxcomp.codes.arrays import histogram, running_max
-from jaxcomp.codes.elias import elias_length
 from jaxcomp.codes.huffman import decode_with_table, encode_with_table, table_bits
 from jaxcomp.codes.keys import (
     MAX_KEYS,
@@ -42,6 +41,7 @@ from jaxcomp.codes.keys import (
     encode_keys,
     keys_from_gaps,
 )
+from jaxcomp.codes.stream import elias_length
 from jaxcomp.packing import TILE, pack, tile_of, unpack
 from jaxcomp.payloads.registry import (
     WORDS,

@@ -1,6 +1,6 @@
 """Elias omega codes on the host: gaps between non-zero levels, and the levels, as a stream of bits.
 
-`codes.elias` has the code. A message of levels is, for each non-zero level, the code of its distance from the one
+`codes.stream` has the code. A message of levels is, for each non-zero level, the code of its distance from the one
 before (the first counts from -1), a sign bit, and the code of its magnitude. Bits fill bytes from the least significant
 one.
 

@@ -11,7 +11,7 @@ from variants import variants
 
 import jaxcomp as jc
 from jaxcomp import packing
-from jaxcomp.codes.elias import elias_length
+from jaxcomp.codes.stream import elias_length
 from jaxcomp.payloads import Dense, Quantized
 from jaxcomp.wire import bitstream, elias
 from jaxcomp.wire.frame import seal, unseal
