@@ -119,15 +119,15 @@ def load(file: Path | str, server: Server) -> dict[str, Any]:
 
 def _checked(server: Server, content: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
     """The arrays of the outer optimizer. Raises ValueError where a vector has another length, or is not finite."""
-    outer = [arrays[f"outer_{i}"] for i in range(len(jax.tree.leaves(server._outer_state)))]
+    outer = [f"outer_{i}" for i in range(len(jax.tree.leaves(server._outer_state)))]
     vectors = ["point", "shown", *(f"held_{i}" for i in range(len(content["held"])))]
     lengths = {arrays[name].shape for name in vectors}
     if lengths != {tuple(arrays["point"].shape)} or arrays["point"].ndim != 1:
         raise ValueError(f"vectors in it have the shapes {sorted(lengths)}")
-    for name, array in (*((name, arrays[name]) for name in vectors), *((f"outer_{i}", a) for i, a in enumerate(outer))):
-        if np.issubdtype(array.dtype, np.floating) and not np.all(np.isfinite(array)):
+    for name in (*vectors, *outer):
+        if np.issubdtype(arrays[name].dtype, np.floating) and not np.all(np.isfinite(arrays[name])):
             raise ValueError(f"{name} is not finite")
-    return outer
+    return [arrays[name] for name in outer]
 
 
 def _restore(server: Server, content: dict[str, Any], arrays: dict[str, np.ndarray], outer: list[np.ndarray]) -> None:

@@ -72,10 +72,13 @@ def test_round_trip_of_every_compressor(row, d, key, seed):
         return payload, jc.code_bits(payload)
 
     payload, bits = run(x, key)
-    data = jc.wire.encode(payload)
-    assert same(jc.wire.decode(data), payload)
-    # Frame, types, shapes and byte padding are all there is besides the code.
-    assert 0 <= 8 * len(data) - int(bits) <= 8 * (FRAME + 40)
+    host = jax.tree.map(np.asarray, payload)
+    for code, spare in (("fixed", 40), ("elias", 80), ("best", 80)):
+        data = jc.wire.encode(payload, code=code)
+        assert same(jc.wire.decode(data), payload)
+        # Frame, types, shapes and byte padding are all there is besides the code.
+        sent = int(bits) if code == "fixed" else int(jc.code_bits(host, code=code))
+        assert 0 <= 8 * len(data) - sent <= 8 * (FRAME + spare)
 
 
 @pytest.mark.sampled
