@@ -133,7 +133,7 @@ def whole_of(data: bytes) -> Array:
         Refused: the message is something else.
     """
     payload = _decoded(data)
-    values, indices = plain_entries(payload) or (None, None)
+    values, indices = _plain(payload)
     if indices is not None or np.ndim(values) != 1:
         raise Refused("shape", f"expected the whole point as Dense; got {type(payload).__name__}")
     return _checked(payload, np.size(values), np.size(values)).values
@@ -146,9 +146,13 @@ def _decoded(data: bytes) -> Any:
         raise Refused("garbage", str(error)) from None
 
 
+def _plain(payload: Any) -> tuple[Any, Any]:
+    return plain_entries(payload) or (None, None)
+
+
 def _checked(payload: Any, size: int, entries: int) -> Sparse:
     is_array = lambda x, dtype: isinstance(x, np.ndarray) and x.dtype == dtype and x.ndim == 1
-    values, indices = plain_entries(payload) or (None, None)
+    values, indices = _plain(payload)
     if indices is None:
         if not is_array(values, np.float32):
             raise Refused("shape", f"expected Sparse, or Dense of f32; got {type(payload).__name__}")

@@ -71,7 +71,7 @@ def _unpack(cursor: Cursor, like: Any) -> tuple[Any, ...]:
 
 
 def _entries(payload: Any) -> Any:
-    counts = [num_entries(part) for part in payload.parts]
+    counts: list[Any] = [num_entries(part) for part in payload.parts]
     return None if any(count is None for count in counts) else sum(counts)
 
 
