@@ -114,7 +114,8 @@ def _table(lengths: Array) -> _Table:
     bounds = xp.cumsum(numbers << (FULL - each), dtype=xp.int32)
     offsets = xp.cumsum(numbers, dtype=xp.int32)
     order = xp.argsort(xp.where(lengths > 0, lengths, FULL), stable=True)
-    return _Table(bounds, xp.pad(bounds, (2, 0)), xp.pad(offsets, (2, 0)), order.astype(xp.int32))
+    shifted = lambda x: xp.concatenate([xp.zeros((2,), xp.int32), x])
+    return _Table(bounds, shifted(bounds), shifted(offsets), order.astype(xp.int32))
 
 
 def _reversed(x: Array) -> Array:
@@ -138,7 +139,8 @@ def canonical_codes(lengths: Array) -> Array:
     xp = namespace(lengths)
     table = _table(lengths)
     rank = xp.argsort(table.order, stable=True).astype(xp.int32)
-    aligned = gather(table.bases, lengths) + ((rank - gather(table.offsets, lengths)) << (FULL - lengths))
+    of_length = lambda x: xp.take_along_axis(x, lengths, axis=0)
+    aligned = of_length(table.bases) + ((rank - of_length(table.offsets)) << (FULL - lengths))
     return xp.where(lengths > 0, _reversed(aligned.astype(xp.uint32)), xp.uint32(0))
 
 
