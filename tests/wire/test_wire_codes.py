@@ -17,7 +17,7 @@ from jaxcomp.codes import schemes
 from jaxcomp.payloads import Quantized, Sparse
 from jaxcomp.payloads import quantized as quantized_
 from jaxcomp.payloads import sparse_records as records
-from jaxcomp.wire.bitstream import pack_words, stream_bytes, words_of
+from jaxcomp.wire.bitstream import pack_words, padded_words, stream_bytes
 from jaxcomp.wire.frame import seal, unseal, varint
 from jaxcomp.wire.limits import PAD_BYTES
 
@@ -174,7 +174,7 @@ def test_streams_that_lie_are_named(seed):
 
 
 def test_words_of_bytes():
-    np.testing.assert_array_equal(words_of(b"\1\0\0\0\2"), [1, 2])
+    np.testing.assert_array_equal(padded_words(b"\1\0\0\0\2"), [1, 2, 0, 0])
 
 
 @pytest.mark.slow
