@@ -120,7 +120,8 @@ class Family(NamedTuple):
     pack(payload): its words, in jit.
     unpack(cursor, like): inverse of pack.
     entries(payload): how many entries of the vector it carries; None for all of them.
-    limits(payload, lengths): for each array (lengths, what padding holds), or None for all of it.
+    limits(payload, lengths): for each array (lengths, what padding holds), or None for all of it; left out where all
+        workers send equally much.
     entropy: whether even its "fixed" code is an entropy code, whose bits cost an instance of it to count.
     per_tile(payload): for each array how many of its numbers belong to a tile of `backend_gpu.TOGETHER` entries: tile
         after tile, in the order of the vector, so that the array is cut where the vector is; 0 for other arrays. None:

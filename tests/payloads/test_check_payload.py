@@ -10,7 +10,6 @@ import pytest
 
 import jaxcomp as jc
 from jaxcomp.payloads import Choices, Coding, Family, lane_bytes, register, registry
-from jaxcomp.payloads.registry import same_everywhere
 from jaxcomp.payloads.words import uncoded, uncoded_like
 from jaxcomp.wire.errors import WireError
 from jaxcomp.wire.format import read_array, write_array
@@ -52,7 +51,6 @@ RIGHT = Family(
     pack=uncoded,
     unpack=uncoded_like,
     entries=lambda payload: payload.codes.size,
-    limits=same_everywhere,
 )
 
 
