@@ -178,7 +178,9 @@ def test_isega_overwrites_what_it_sampled():
     want, shifts = oracle.isega(GRADIENTS, ROOTS, masks, p, X0, 0.1)
     np.testing.assert_allclose(points[-1], want, rtol=1e-8)
     np.testing.assert_allclose(np.reshape(state.local.algorithm.shift, (N, D)), shifts, rtol=1e-8, atol=1e-10)
-    np.testing.assert_allclose(state.shared.algorithm.shift, np.mean(shifts, axis=0), rtol=1e-8, atol=1e-10)
+    np.testing.assert_allclose(
+        np.reshape(state.shared.algorithm.shift, D), np.mean(shifts, axis=0), rtol=1e-8, atol=1e-10
+    )
 
 
 def optimum():
