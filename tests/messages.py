@@ -15,7 +15,6 @@ from jaxcomp.payloads import (
     Several,
     Sparse,
     chunks,
-    leaves,
     local_indices,
     registry,
     several,
@@ -87,5 +86,5 @@ def examples():
         "nested": (Sparse(quantized(rng, 300, 0.9, 3), entries.indices[:300]), records.CODED_SPARSE),
         "several": (Several((Dense(np.ones(1, np.float32)), skewed)), several.SEVERAL),
         "scales-e8m0": (skewed._replace(norms=np.ones(4, jnp.float8_e8m0fnu)), quantized_.CODED_LEVELS),
-        "leaves": (Leaves(Dense(np.ones(3, np.float32)), (entries, skewed)), leaves.LEAVES),
+        "leaves": (Leaves(Dense(np.ones(3, np.float32)), (entries, skewed)), several.LEAVES),
     }

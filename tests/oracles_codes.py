@@ -126,12 +126,6 @@ def limited_cost(counts, limit):
     return min(cost for (placed, _), cost in states.items() if placed == len(counts))
 
 
-def sketch_law(columns, buckets):
-    """P(cell = i) for i < B, then P(empty) (section 2)."""
-    law = [math.exp(-i / (columns * buckets)) * (1 - math.exp(-1 / (columns * buckets))) for i in range(buckets)]
-    return np.array([*law, math.exp(-1 / columns)])
-
-
 def stream(codes, lengths):
     """Words of codes laid end to end, lowest bits first."""
     pairs = zip(map(int, codes), map(int, lengths), strict=True)

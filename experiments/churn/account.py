@@ -12,8 +12,8 @@ import numpy as np
 
 from experiments.federated.account import Counted, exact
 from jaxcomp.federated import Member, Task
-from jaxcomp.federated.checkpoint import read_arrays, written
 from jaxcomp.smoothness.sources import BROKEN
+from jaxcomp.smoothness.store import read_arrays, write_arrays
 
 __all__ = ["Made", "apart", "grown"]
 
@@ -64,7 +64,7 @@ class Made:
             return
         self.round, self.before = task.round, self.member.memory.copy()
         arrays = {f"part{i}": part for i, part in enumerate(self.parts)}
-        written(self.file, {**arrays, "round": task.round, "before": self.before})
+        write_arrays(self.file, {**arrays, "round": task.round, "before": self.before})
 
     def answered(self) -> None:
         """After the answer."""

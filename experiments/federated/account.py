@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxcomp.federated import Answer, Member, RoundResult, Server
-from jaxcomp.federated.checkpoint import read_arrays, written
+from jaxcomp.smoothness.store import read_arrays, write_arrays
 
 __all__ = ["UNIT", "Counted", "Sums", "begin", "exact", "sums_of"]
 
@@ -33,7 +33,7 @@ def begin(clients: Path, i: int, task: Mapping[str, Any]) -> None:
     made, last = _made(clients, i, member)
     member._settle(dict(zip(task["rounds"], task["shares"], strict=True)))
     arrays = {"made": made.astype("S"), "last": last, "round": task["round"], "memory": member.memory}
-    written(clients / f"account-{i}.npz", arrays)
+    write_arrays(clients / f"account-{i}.npz", arrays)
 
 
 def _made(clients: Path, i: int, member: Member) -> tuple[np.ndarray, int]:
@@ -90,7 +90,7 @@ class Counted(Server):
         used = {}
         for j, (member, message) in enumerate([] if result.skipped else self._parts):
             used |= {f"{member} {j} values": message.values, f"{member} {j} indices": message.indices}
-        written(self.folder / f"{self.number}.npz", used)
+        write_arrays(self.folder / f"{self.number}.npz", used)
         self._count(used)
         return result
 

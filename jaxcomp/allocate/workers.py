@@ -1,22 +1,8 @@
 """One budget, split over workers by their data volume.
 
-Worker i holds the share p_i of all samples and sends the share delta_i of its entries. The n
-workers have the budget B = n mean_ratio = sum_i delta_i. What the ratios do to the rate of error
-feedback is bounded by two functions:
-
-    bound          A(delta)   = sum_i p_i / delta_i
-    coupled_bound  Phi(delta) = sum_i p_i / sqrt(delta_i min_j delta_j)  >=  A(delta)
-
-A follows from bounding each worker's memory by itself, Phi from bounding all of them by the worst.
-DAGC was derived from Phi. Rules:
-
-    "sqrt"      delta_i ~ p_i^(1/2): the minimiser of A, never above uniform on it
-    "phi"       the minimiser of Phi; it is uniform if and only if max p_i <= 2 / n
-    "released"  DAGC-R as its authors' code computes it: the best of n boundary points of Phi, which
-                is never below uniform on Phi, may give the largest worker the smallest ratio, and
-                may exceed 1
-    "uniform"   delta_i = mean_ratio
-    a number s  delta_i ~ p_i^s
+Worker i holds the share p_i of all samples and sends the share delta_i of its entries. What the ratios do to the rate
+of error feedback is bounded by A(delta) (`bound`), which follows from bounding each worker's memory by itself, and by
+Phi(delta) >= A(delta) (`coupled_bound`), from bounding all of them by the worst. DAGC was derived from Phi.
 
 Reference: Lu, Song, Chen, Cui, Wang 2023 (DAGC), and its released code.
 """
@@ -49,11 +35,16 @@ def ratios(
 ) -> Array:
     """Compression ratio of each worker: the share of its entries that it may send.
 
-    sum_i delta_i = n mean_ratio, with p_i the share of the volumes: "sqrt": delta_i ~ sqrt(p_i), which minimises
-    A = sum_i p_i / delta_i (`bound`). "phi": minimises Phi = sum_i p_i / sqrt(delta_i min_j delta_j) (`coupled_bound`).
-    "released": the best of n boundary points of Phi, as in the code of DAGC-R. "uniform": delta_i = mean_ratio.
-    A number s: delta_i ~ p_i^s. What a cap cuts off or a floor takes is made up for by the others, which is the exact
-    optimum under these limits.
+    sum_i delta_i = n mean_ratio, with p_i the share of the volumes. What a cap cuts off or a floor takes is made up for
+    by the others, which is the exact optimum under these limits. The rules::
+
+        "sqrt"      delta_i ~ sqrt(p_i): minimises A = sum_i p_i / delta_i (`bound`), never above uniform on it
+        "phi"       minimises Phi = sum_i p_i / sqrt(delta_i min_j delta_j) (`coupled_bound`); it is uniform if and only
+                    if max p_i <= 2 / n
+        "released"  the best of n boundary points of Phi, as in the code of DAGC-R; never below uniform on Phi, may give
+                    the largest worker the smallest ratio, and may exceed 1
+        "uniform"   delta_i = mean_ratio
+        a number s  delta_i ~ p_i^s
 
     Args:
         volumes: samples of each worker, n numbers >= 0 in any order and unit.

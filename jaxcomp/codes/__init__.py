@@ -1,17 +1,16 @@
 """Entropy codes in jit: fields of varying length, keys, Huffman. Static shapes, no host, no loop over elements.
 
-How to use them, for a message with keys in r lists and cells in r tables::
+How to use them, for a message with keys in lists and cells::
 
     words, bits = codes.encode_keys(keys, counts, coder="best")       # u32[key_words(n)], i32[]
     keys = codes.decode_keys(words, counts, n)                        # the stream says how it is coded
 
-    lengths = codes.code_lengths(cell_counts)                         # i32[r, S]; adaptive tables, to be sent, or
-    lengths = codes.code_lengths(codes.sketch_counts(rho, B))         # i32[B + 1]; static, known to both ends
-    words, end = codes.encode_symbols(cells, lengths, num_words, count=num_cells, which=table_of_cell)
-    cells, end = codes.decode_symbols(words, lengths, size, count=num_cells, which=table_of_cell)
+    lengths = codes.code_lengths(cell_counts)                         # i32[S], the table
+    words, end = codes.encode_symbols(cells, lengths, num_words, count=num_cells)
+    cells, end = codes.decode_symbols(words, lengths, size, count=num_cells)
 
 A stream begins at bit `start` (0) and ends at bit `end`; words that two calls make for one stream are added.
-`codes.length_codes(lengths)` and `codes.read_lengths` are the header of an adaptive table; `codes.pack_codes` and
+`codes.length_codes(lengths)` and `codes.read_lengths` are the header of a table; `codes.pack_codes` and
 `codes.read_fields` write and read whatever else there is. `codes.key_bits` and `codes.symbol_bits` give the bits
 without coding.
 
@@ -27,7 +26,6 @@ from jaxcomp.codes.huffman import (
     encode_symbols,
     length_codes,
     read_lengths,
-    sketch_counts,
     symbol_bits,
 )
 from jaxcomp.codes.keys import decode_keys, encode_keys, key_bits, key_words
@@ -48,6 +46,5 @@ __all__ = [
     "pack_codes",
     "read_fields",
     "read_lengths",
-    "sketch_counts",
     "symbol_bits",
 ]

@@ -1,14 +1,11 @@
 """Canonical Huffman codes of at most 15 bits: lengths, codes, and decoding in parallel.
 
 Lengths minimise sum_s n_s l_s subject to l_s <= 15, by package-merge. Codes are canonical (shorter codes first,
-then smaller symbols), so the lengths say all; they cost 4 bits each in a header. Several tables can serve one
-stream, each symbol naming its own. A code's first bit is the most significant one of its canonical number.
+then smaller symbols), so the lengths say all; they cost 4 bits each in a header. A code's first bit is the most
+significant one of its canonical number.
 
 A coded sequence is cut into chunks of 256 symbols. The number of bits of each chunk but the last stands before
 the codes, in 12 bits: 0.05 bits a symbol, for which all chunks are decoded at once.
-
-The cells of a MinMaxSketch with rho columns per item and B buckets follow the law of `sketch_counts`, which both
-ends know: a table made from it need not be sent.
 
 References: Huffman 1952; Larmore and Hirschberg 1990 (package-merge); Schwartz and Kallick 1964 (canonical codes).
 """
@@ -34,7 +31,6 @@ __all__ = [
     "is_prefix_code",
     "length_codes",
     "read_lengths",
-    "sketch_counts",
     "symbol_bits",
     "table_bits",
 ]
@@ -102,8 +98,8 @@ def is_prefix_code(lengths: np.ndarray) -> np.ndarray:
 
 
 class _Table(NamedTuple):
-    """bounds i32[T, 15]: aligned code above all codes of up to 1 .. 15 bits; bases i32[T, 17]: aligned first code of
-    each length; offsets i32[T, 17]: symbols before it; order i32[T, S]: symbols by code."""
+    """bounds i32[15]: aligned code above all codes of up to 1 .. 15 bits; bases i32[17]: aligned first code of
+    each length; offsets i32[17]: symbols before it; order i32[S]: symbols by code."""
 
     bounds: Array
     bases: Array
@@ -114,13 +110,12 @@ class _Table(NamedTuple):
 def _table(lengths: Array) -> _Table:
     xp = namespace(lengths)
     each = xp.arange(1, FULL, dtype=xp.int32)
-    numbers = xp.sum(lengths[:, None, :] == each[None, :, None], axis=-1, dtype=xp.int32)
-    zero = xp.zeros((lengths.shape[0], 1), xp.int32)
-    bounds = xp.cumsum(numbers << (FULL - each)[None], axis=-1, dtype=xp.int32)
-    offsets = xp.cumsum(numbers, axis=-1, dtype=xp.int32)
-    order = xp.argsort(xp.where(lengths > 0, lengths, FULL), axis=-1, stable=True)
-    place = lambda x: xp.concatenate([zero, zero, x], axis=-1)
-    return _Table(bounds, place(bounds), place(offsets), order.astype(xp.int32))
+    numbers = xp.sum(lengths == each[:, None], axis=1, dtype=xp.int32)
+    bounds = xp.cumsum(numbers << (FULL - each), dtype=xp.int32)
+    offsets = xp.cumsum(numbers, dtype=xp.int32)
+    order = xp.argsort(xp.where(lengths > 0, lengths, FULL), stable=True)
+    shifted = lambda x: xp.concatenate([xp.zeros((2,), xp.int32), x])
+    return _Table(bounds, shifted(bounds), shifted(offsets), order.astype(xp.int32))
 
 
 def _reversed(x: Array) -> Array:
@@ -133,40 +128,20 @@ def _reversed(x: Array) -> Array:
 
 
 def canonical_codes(lengths: Array) -> Array:
-    """The code of each symbol, its first bit the least significant: u32 of the shape of the lengths.
+    """The code of each symbol, its first bit the least significant: u32[S].
 
     Args:
-        lengths: i32[..., S] of a prefix code.
+        lengths: i32[S] of a prefix code.
 
     >>> print(canonical_codes(np.array([1, 0, 2, 3, 3])))
     [0 0 1 3 7]
     """
     xp = namespace(lengths)
-    flat = lengths.reshape(-1, lengths.shape[-1])
-    table = _table(flat)
-    rank = xp.argsort(table.order, axis=-1, stable=True).astype(xp.int32)
-    of_length = lambda x: xp.take_along_axis(x, flat, axis=-1)
-    aligned = of_length(table.bases) + ((rank - of_length(table.offsets)) << (FULL - flat))
-    return xp.where(flat > 0, _reversed(aligned.astype(xp.uint32)), xp.uint32(0)).reshape(lengths.shape)
-
-
-def sketch_counts(columns: float, buckets: int) -> np.ndarray:
-    """Relative frequencies of the cells of a MinMaxSketch, in units of 2^-24, for `code_lengths`.
-
-        P(i) = e^(-i / (rho B)) (1 - e^(-1 / (rho B))),  i < B;    P(empty) = e^(-1 / rho)
-
-    Args:
-        columns: rho, cells of a row for each item of the group.
-        buckets: B, distances in a group. Symbol B is the empty cell.
-
-    Returns:
-        i32[B + 1], at least 1 each.
-    """
-    if not columns > 0 or not 1 <= buckets <= 510:
-        raise ValueError(f"sketch_counts: columns must be above 0 and buckets in 1 .. 510; got {columns}, {buckets}")
-    rate = 1 / (columns * buckets)
-    law = np.append(np.exp(-rate * np.arange(buckets)) * -np.expm1(-rate), np.exp(-rate * buckets))
-    return np.maximum(1, np.rint(law * 2**24)).astype(np.int32)
+    table = _table(lengths)
+    rank = xp.argsort(table.order, stable=True).astype(xp.int32)
+    of_length = lambda x: xp.take_along_axis(x, lengths, axis=0)
+    aligned = of_length(table.bases) + ((rank - of_length(table.offsets)) << (FULL - lengths))
+    return xp.where(lengths > 0, _reversed(aligned.astype(xp.uint32)), xp.uint32(0))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -210,7 +185,7 @@ def symbol_bits(counts: Array, lengths: Array) -> Array:
     """Bits of a coded sequence, its chunk lengths among them, i32[].
 
     Args:
-        counts, lengths: i32[..., S], of all its tables.
+        counts, lengths: i32[S].
     """
     xp = namespace(counts)
     return xp.sum(counts * lengths, dtype=xp.int32) + chunk_bits(xp.sum(counts, dtype=xp.int32))
@@ -228,7 +203,7 @@ def table_bits(counts: Array) -> tuple[Array, Array]:
 
 
 def encode_with_table(symbols: Array, lengths: Array, num_words: int, *, count: Array) -> tuple[Array, Array]:
-    """Encodes as `encode_symbols` does for one table, with the header before it; begins at bit 0."""
+    """Encodes as `encode_symbols` does, with the header of the table before it; begins at bit 0."""
     header, bits = pack_codes(*length_codes(lengths), num_words)
     words, end = encode_symbols(symbols, lengths, num_words, count=count, start=bits)
     return header + words, end
@@ -237,29 +212,20 @@ def encode_with_table(symbols: Array, lengths: Array, num_words: int, *, count: 
 def decode_with_table(words: Array, num_symbols: int, size: int, *, count: Array) -> tuple[Array, Array]:
     """Inverse of `encode_with_table`."""
     lengths, start = read_lengths(words, namespace(words).int32(0), num_symbols)
-    return decode_symbols(words, lengths[None], size, count=count, start=start)
-
-
-def _symbol_lengths(symbols: Array, lengths: Array, which: Array | None, count: Array) -> tuple[Array, Array]:
-    """The place of each symbol in the flattened tables, and the length of its code, 0 beyond the count."""
-    xp = namespace(symbols)
-    index = symbols.astype(xp.int32) + (0 if which is None else which * lengths.shape[-1])
-    valid = xp.arange(symbols.shape[0], dtype=xp.int32) < count
-    return index, xp.where(valid, gather(lengths.reshape(-1), index), 0)
+    return decode_symbols(words, lengths, size, count=count, start=start)
 
 
 def encode_symbols(
-    symbols: Array, lengths: Array, num_words: int, *, count: Array, start: Array | int = 0, which: Array | None = None
+    symbols: Array, lengths: Array, num_words: int, *, count: Array, start: Array | int = 0
 ) -> tuple[Array, Array]:
     """Chunk lengths and codes of a sequence.
 
     Args:
         symbols: integers [n], each with a code.
-        lengths: i32[S], or i32[T, S] for T tables.
+        lengths: i32[S] of the table.
         num_words: capacity of the stream.
         count: i32[], symbols that count, the first ones.
         start: bit of the stream where to begin.
-        which: i32[n], table of each symbol; None for one table.
 
     Returns:
         words u32[num_words], zero outside of what is written (add it to other parts of the stream); the bit
@@ -268,9 +234,9 @@ def encode_symbols(
     xp = namespace(symbols)
     count = xp.asarray(count, xp.int32)
     n = symbols.shape[0]
-    index, each = _symbol_lengths(symbols, lengths, which, count)
-    codes = gather(canonical_codes(lengths).reshape(-1), index)
-    codes = xp.where(each > 0, codes, xp.uint32(0))
+    index = symbols.astype(xp.int32)
+    each = xp.where(xp.arange(n, dtype=xp.int32) < count, gather(lengths, index), 0)
+    codes = xp.where(each > 0, gather(canonical_codes(lengths), index), xp.uint32(0))
     chunks = xp.pad(each, (0, -n % CHUNK)).reshape(-1, CHUNK)[: max((n - 1) // CHUNK, 0)]
     sums = xp.sum(chunks, axis=1, dtype=xp.int32)
     place = xp.arange(sums.shape[0], dtype=xp.int32)
@@ -283,13 +249,13 @@ def encode_symbols(
 
 
 def decode_symbols(
-    words: Array, lengths: Array, size: int, *, count: Array, start: Array | int = 0, which: Array | None = None
+    words: Array, lengths: Array, size: int, *, count: Array, start: Array | int = 0
 ) -> tuple[Array, Array]:
     """Inverse of `encode_symbols`, all chunks at once.
 
     Args:
         words: u32[w].
-        lengths, count, start, which: as they were given.
+        lengths, count, start: as they were given.
         size: n, number of places.
 
     Returns:
@@ -298,7 +264,7 @@ def decode_symbols(
     """
     xp = namespace(words)
     count, start = xp.asarray(count, xp.int32), xp.asarray(start, xp.int32)
-    table = _table(lengths.reshape(-1, lengths.shape[-1]))
+    table = _table(lengths)
     num_chunks = -(-size // CHUNK)
     if num_chunks == 0:
         return xp.zeros((0,), xp.int32), start
@@ -308,17 +274,13 @@ def decode_symbols(
     first = start + chunk_bits(count)
     begins = first + xp.concatenate([0 * words[:1].astype(xp.int32), running_sum(sums)])
     number = CHUNK * xp.arange(num_chunks, dtype=xp.int32)
-    flat = lambda x, row, column: gather(x.reshape(-1), row * x.shape[1] + column)
-    which = None if which is None else which.astype(xp.int32)
 
     def step(state):
         position, number = state
-        row = xp.int32(0) if which is None else gather(which, number)
         aligned = _reversed(read_fields(words, position, FULL)).astype(xp.int32)
-        bounds = table.bounds[row]
-        length = 1 + xp.sum(aligned[:, None] >= bounds.reshape(-1, bounds.shape[-1]), axis=-1, dtype=xp.int32)
-        rank = flat(table.offsets, row, length) + ((aligned - flat(table.bases, row, length)) >> (FULL - length))
-        symbol = flat(table.order, row, xp.clip(rank, 0, lengths.shape[-1] - 1))
+        length = 1 + xp.sum(aligned[:, None] >= table.bounds, axis=1, dtype=xp.int32)
+        rank = gather(table.offsets, length) + ((aligned - gather(table.bases, length)) >> (FULL - length))
+        symbol = gather(table.order, xp.clip(rank, 0, lengths.shape[0] - 1))
         real = number < count
         position = xp.where(real, position + length, position)
         return (position, number + 1), xp.where(real, symbol, 0)

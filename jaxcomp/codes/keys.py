@@ -307,7 +307,7 @@ def decode_to_gaps(words: Array, counts: Array, size: int, *, coder: str = "best
 
     def huffman():
         lengths, start = read_lengths(words, xp.int32(SCHEME_BITS), CLASSES)
-        return decode_symbols(words, lengths[None], size, count=count, start=start)
+        return decode_symbols(words, lengths, size, count=count, start=start)
 
     each = {FIXED: fixed, UNARY: unary, HUFFMAN: huffman}
     symbols, end = branch(xp.clip(kind - kinds[0], 0, len(kinds) - 1), [each[k] for k in kinds])

@@ -2,14 +2,20 @@
 
 Bit p of a stream is bit p % 32 of word p // 32, counted from the least significant one; a code starts with its
 least significant bit. As little-endian bytes this is the order of `wire.bitstream`.
+
+The Elias omega code of n >= 1 is written back to front: a 0, and before it, while n > 1, the binary digits of n, after
+which n becomes the number of those digits less one. 1 -> 0, 2 -> 100, 3 -> 110, 4 -> 101000. `wire.elias` writes and
+reads it.
+
+Reference: Elias 1975.
 """
 
 from typing import Any
 
-from jaxcomp.arrays import namespace
+from jaxcomp.arrays import bit_length, namespace
 from jaxcomp.codes.arrays import gather, running_sum, scatter_bits
 
-__all__ = ["code_starts", "low_bits", "pack_codes", "read_fields"]
+__all__ = ["code_starts", "elias_length", "low_bits", "pack_codes", "read_fields"]
 
 Array = Any
 
@@ -70,3 +76,20 @@ def read_fields(words: Array, starts: Array, widths: Array) -> Array:
     # A shift by 32 is undefined.
     high = xp.where(shift == 0, xp.uint32(0), gather(words, word + 1) << ((xp.uint32(32) - shift) & xp.uint32(31)))
     return low_bits(low | high, widths)
+
+
+def elias_length(n: Array) -> Array:
+    """Bits of the omega code of each n in 1 .. 2^32 - 1: i32.
+
+    >>> import numpy as np
+    >>> elias_length(np.array([1, 2, 3, 4, 7, 8, 15, 16]))
+    array([ 1,  3,  3,  6,  6,  7,  7, 11], dtype=int32)
+    """
+    xp = namespace(n)
+    n = n.astype(xp.uint32)
+    total = xp.ones(n.shape, xp.int32)
+    for _ in range(5):  # 2^31 has 32 digits, 31 has 5, 4 has 3, 2 has 2
+        digits = bit_length(n)
+        total = total + xp.where(n > 1, digits, 0)
+        n = xp.where(n > 1, digits - 1, 1).astype(xp.uint32)
+    return total

@@ -8,7 +8,6 @@ A NumPy .npz with the arrays and a JSON text, like files of `jc.smoothness.save`
 """
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ import numpy as np
 
 from jaxcomp.federated.roster import Entry
 from jaxcomp.federated.server import Server
-from jaxcomp.smoothness.sources import BROKEN
+from jaxcomp.smoothness.sources import refusing
+from jaxcomp.smoothness.store import read_arrays, write_arrays
 
-__all__ = ["load", "read_arrays", "save", "written"]
+__all__ = ["load", "save"]
 
 VERSION = 1
 FIELDS = ("volume", "version", "round", "last", "offered", "limit", "told", "seen", "here", "used", "norm", "tokens")
@@ -61,7 +61,7 @@ def save(file: Path | str, server: Server, **about: Any) -> None:
     arrays |= {f"update_{i}": np.frombuffer(data, np.uint8) for i, data in enumerate(server._updates)}
     arrays |= {f"held_{i}": vector for i, (_, vector) in enumerate(server._held)}
     arrays |= {f"outer_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(server._outer_state))}
-    written(file, arrays)
+    write_arrays(file, arrays)
 
 
 def load(file: Path | str, server: Server) -> dict[str, Any]:
@@ -90,23 +90,17 @@ def load(file: Path | str, server: Server) -> dict[str, Any]:
         raise ValueError(f"federated: load into a server that has not begun; this one is at round {server.number}")
     if not Path(file).is_file():
         raise ValueError(f"federated: no file {file}")
-    try:
+    with refusing(f"federated: {file} is not a file of federated.save"):
         arrays = read_arrays(file)
         content = json.loads(str(arrays["header"]))
         version = content["version"]
-    except BROKEN as error:
-        raise ValueError(f"federated: {file} is not a file of federated.save: {error}") from None
     if version != VERSION:
         raise ValueError(f"federated: {file} has format version {version}; this library reads {VERSION}")
     options = _options(server)
-    try:
-        saved, volumes = (
-            content["options"].items(),
-            [(name, fields["volume"]) for name, fields, _ in content["entries"]],
-        )
+    with refusing(f"federated: {file} is damaged"):
+        saved = content["options"].items()
+        volumes = [(name, fields["volume"]) for name, fields, _ in content["entries"]]
         outer = _checked(server, content, arrays)
-    except BROKEN as error:
-        raise ValueError(f"federated: {file} is damaged: {error}") from None
     for name, value in saved:
         if options.get(name) != value:
             raise ValueError(
@@ -116,10 +110,8 @@ def load(file: Path | str, server: Server) -> dict[str, Any]:
         here = server._entries.get(name)
         if here is not None and here.volume != volume:
             raise ValueError(f"federated: the volume of {name!r} is {volume} in {file} and {here.volume} here")
-    try:
+    with refusing(f"federated: {file} is damaged"):
         _restore(server, content, arrays, outer)
-    except BROKEN as error:
-        raise ValueError(f"federated: {file} is damaged: {error}") from None
     for name in server.missing():
         server.lost(name)
     return content["about"]
@@ -127,15 +119,15 @@ def load(file: Path | str, server: Server) -> dict[str, Any]:
 
 def _checked(server: Server, content: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
     """The arrays of the outer optimizer. Raises ValueError where a vector has another length, or is not finite."""
-    outer = [arrays[f"outer_{i}"] for i in range(len(jax.tree.leaves(server._outer_state)))]
+    outer = [f"outer_{i}" for i in range(len(jax.tree.leaves(server._outer_state)))]
     vectors = ["point", "shown", *(f"held_{i}" for i in range(len(content["held"])))]
     lengths = {arrays[name].shape for name in vectors}
     if lengths != {tuple(arrays["point"].shape)} or arrays["point"].ndim != 1:
         raise ValueError(f"vectors in it have the shapes {sorted(lengths)}")
-    for name, array in (*((name, arrays[name]) for name in vectors), *((f"outer_{i}", a) for i, a in enumerate(outer))):
-        if np.issubdtype(array.dtype, np.floating) and not np.all(np.isfinite(array)):
+    for name in (*vectors, *outer):
+        if np.issubdtype(arrays[name].dtype, np.floating) and not np.all(np.isfinite(arrays[name])):
             raise ValueError(f"{name} is not finite")
-    return outer
+    return [arrays[name] for name in outer]
 
 
 def _restore(server: Server, content: dict[str, Any], arrays: dict[str, np.ndarray], outer: list[np.ndarray]) -> None:
@@ -160,19 +152,3 @@ def _options(server: Server) -> dict[str, Any]:
     leaves = [[list(np.shape(leaf)), str(np.asarray(leaf).dtype)] for leaf in jax.tree.leaves(server._outer_state)]
     options = {name: getattr(server, name) for name in names}
     return options | {"size": server.point.size, "history": server._updates.maxlen, "outer": leaves}
-
-
-def read_arrays(file: Path | str) -> dict[str, np.ndarray]:
-    """The arrays of a file. Raises one of BROKEN if it is none."""
-    with Path(file).open("rb") as raw, np.load(raw, allow_pickle=False) as kept:
-        return {name: kept[name] for name in kept.files}
-
-
-def written(file: Path | str, arrays: dict[str, Any]) -> None:
-    """Arrays as .npz, whole or not at all, and on the disk when this returns."""
-    draft = Path(f"{file}.tmp")
-    with draft.open("wb") as out:
-        np.savez(out, **arrays)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(draft, file)

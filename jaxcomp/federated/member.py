@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxcomp.exchange.agreement import check_equal
-from jaxcomp.federated.checkpoint import read_arrays, written
 from jaxcomp.federated.messages import (
     Answer,
     Task,
     applied,
     largest,
+    norm_of,
     opened,
     options_here,
     parted,
@@ -22,7 +22,8 @@ from jaxcomp.federated.messages import (
 )
 from jaxcomp.federated.options import check_compress
 from jaxcomp.payloads import Dense
-from jaxcomp.smoothness.sources import BROKEN
+from jaxcomp.smoothness.sources import refusing
+from jaxcomp.smoothness.store import read_arrays, write_arrays
 from jaxcomp.wire import encode
 
 __all__ = ["Member", "OutOfStep"]
@@ -152,7 +153,7 @@ class Member:
     def _keep(self, task: Task, whole: Array, payload: Any, leaves: bool, tokens: int = 0) -> Answer:
         data = encode(payload, code="best")
         sent = opened(data, whole.size, whole.size)
-        norm = float(np.linalg.norm(sent.values.astype(np.float64)))
+        norm = norm_of(sent.values)
         share = task.norm / norm if norm > task.norm and not leaves else 1.0
         rest = whole.copy()
         rest[sent.indices] -= sent.values
@@ -180,10 +181,10 @@ class Member:
             answer, values, indices, rest = self._pending
             arrays |= answer._replace(data=np.frombuffer(answer.data, np.uint8))._asdict()  # pyright: ignore
             arrays |= {"values": values, "indices": indices, "rest": rest}
-        written(self.file, arrays)
+        write_arrays(self.file, arrays)
 
     def _load(self, file: Path) -> None:
-        try:
+        with refusing(f"federated: {file} is not the file of a member"):
             kept = read_arrays(file)
             self.version, self.point, self._memory = int(kept["version"]), kept["point"], kept.get("memory")
             if "round" in kept:
@@ -191,8 +192,6 @@ class Member:
                 tokens = int(kept.get("tokens", 0))  # which files of 0.1 have not
                 answer = Answer(int(kept["round"]), kept["data"].tobytes(), share, leaves, tokens)
                 self._pending = _Pending(answer, kept["values"], kept["indices"], kept["rest"])
-        except BROKEN as error:
-            raise ValueError(f"federated: {file} is not the file of a member: {error}") from None
 
 
 def _joined(pending: _Pending, left: Array) -> Array:

@@ -18,6 +18,7 @@ __all__ = [
     "applied",
     "content_of",
     "largest",
+    "norm_of",
     "opened",
     "options_here",
     "parted",
@@ -122,11 +123,46 @@ def opened(data: bytes, size: int, entries: int) -> Sparse:
     Raises:
         Refused: it is not. Its kind is "garbage", "shape", "entries" or "not finite".
     """
+    return _checked(_decoded(data), size, entries)
+
+
+def whole_of(data: bytes) -> Array:
+    """The shared point as a whole, f32[d].
+
+    Raises:
+        Refused: the message is something else.
+    """
+    payload = _decoded(data)
+    values, indices = _plain(payload)
+    if indices is not None or np.ndim(values) != 1:
+        raise Refused("shape", f"expected the whole point as Dense; got {type(payload).__name__}")
+    return _checked(payload, np.size(values), np.size(values)).values
+
+
+def _decoded(data: bytes) -> Any:
     try:
-        payload = decode(data)
+        return decode(data)
     except WireError as error:
         raise Refused("garbage", str(error)) from None
-    values, indices = _as_sparse(payload, size)
+
+
+def _plain(payload: Any) -> tuple[Any, Any]:
+    return plain_entries(payload) or (None, None)
+
+
+def _checked(payload: Any, size: int, entries: int) -> Sparse:
+    is_array = lambda x, dtype: isinstance(x, np.ndarray) and x.dtype == dtype and x.ndim == 1
+    values, indices = _plain(payload)
+    if indices is None:
+        if not is_array(values, np.float32):
+            raise Refused("shape", f"expected Sparse, or Dense of f32; got {type(payload).__name__}")
+        if values.size != size:
+            raise Refused("shape", f"a vector of {values.size} entries; expected {size}")
+        indices = np.arange(size, dtype=np.int32)
+    elif not is_array(values, np.float32):
+        raise Refused("shape", "values must be f32[k]")
+    elif not (is_array(indices, np.int32) and indices.shape == values.shape):
+        raise Refused("shape", "indices must be i32[k]")
     real = indices != size  # padding
     if np.any(indices < 0) or np.any(indices > size) or np.any(np.diff(indices[real]) <= 0):
         raise Refused("shape", f"indices must ascend within [0, {size})")
@@ -137,47 +173,10 @@ def opened(data: bytes, size: int, entries: int) -> Sparse:
     return Sparse(values[real], indices[real])
 
 
-def _plain(payload: Any) -> tuple[Any, Any]:
-    return plain_entries(payload) or (None, None)
-
-
-def _as_sparse(payload: Any, size: int) -> Sparse:
-    is_array = lambda x, dtype: isinstance(x, np.ndarray) and x.dtype == dtype and x.ndim == 1
-    values, indices = _plain(payload)
-    if indices is None and not is_array(values, np.float32):
-        raise Refused("shape", f"expected Sparse, or Dense of f32; got {type(payload).__name__}")
-    if indices is None:
-        if values.size != size:
-            raise Refused("shape", f"a vector of {values.size} entries; expected {size}")
-        return Sparse(values, np.arange(size, dtype=np.int32))
-    if not is_array(values, np.float32):
-        raise Refused("shape", "values must be f32[k]")
-    if not (is_array(indices, np.int32) and indices.shape == values.shape):
-        raise Refused("shape", "indices must be i32[k]")
-    return Sparse(values, indices)
-
-
 def content_of(message: Sparse) -> bytes:
     """SHA-256 of what a message says: the same for every code and any zeros in it."""
     real = message.values != 0
     return hashlib.sha256(message.indices[real].tobytes() + message.values[real].tobytes()).digest()
-
-
-def whole_of(data: bytes) -> Array:
-    """The shared point as a whole, f32[d].
-
-    Raises:
-        Refused: the message is something else.
-    """
-    try:
-        payload = decode(data)
-    except WireError as error:
-        raise Refused("garbage", str(error)) from None
-    values, indices = _plain(payload)
-    if indices is not None or np.ndim(values) != 1:
-        raise Refused("shape", f"expected the whole point as Dense; got {type(payload).__name__}")
-    size = np.size(values)
-    return opened(data, size, size).values
 
 
 def applied(point: Array, update: Sparse) -> Array:
@@ -190,6 +189,11 @@ def applied(point: Array, update: Sparse) -> Array:
 def point_checksum(point: Array) -> int:
     """CRC-32 of the shared point."""
     return zlib.crc32(point.tobytes())
+
+
+def norm_of(values: Array) -> float:
+    """The 2-norm, in float64."""
+    return float(np.linalg.norm(values.astype(np.float64)))
 
 
 def parted(values: Array, share: float) -> tuple[Array, Array]:
@@ -222,6 +226,6 @@ def share_within(values: Array, share: float, norm: float) -> float:
     Rounding makes parts of very small shares, of values that a hostile member may choose, up to four times longer than
     share * |values|.
     """
-    while np.linalg.norm(parted(values, share)[0].astype(np.float64)) > 1.01 * norm:
+    while norm_of(parted(values, share)[0]) > 1.01 * norm:
         share /= 2
     return share

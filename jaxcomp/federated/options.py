@@ -10,7 +10,7 @@ import optax
 from jaxcomp.allocate.workers import RULES, Rule, number_of, rule_exponent
 from jaxcomp.checks import is_integer
 
-__all__ = ["check_compress", "check_outer", "history_of", "number_in", "patience_of", "rule_of"]
+__all__ = ["check_compress", "check_outer", "integer_of", "number_in", "rule_of"]
 
 
 def number_in(name: str, value: Any, low: float, high: float, *, low_counts: bool = False) -> float:
@@ -31,18 +31,15 @@ def rule_of(rule: Any) -> Rule:
     return rule if isinstance(rule, str) else float(rule)
 
 
-def history_of(history: Any) -> int:
-    """A number of updates to keep; ValueError unless it is an integer of at least 0."""
-    if not is_integer(history, 0):
-        raise ValueError(f"federated: history must be an integer of at least 0; got {history!r}")
-    return int(history)
+def integer_of(name: str, value: Any, least: int) -> int:
+    """An integer of at least `least`.
 
-
-def patience_of(patience: Any) -> int:
-    """Rounds that a late answer is waited for; ValueError unless it is an integer of at least 1."""
-    if not is_integer(patience, 1):
-        raise ValueError(f"federated: patience must be an integer of at least 1; got {patience!r}")
-    return int(patience)
+    Raises:
+        ValueError: it is none.
+    """
+    if not is_integer(value, least):
+        raise ValueError(f"federated: {name} must be an integer of at least {least}; got {value!r}")
+    return int(value)
 
 
 def check_outer(outer: Any) -> None:

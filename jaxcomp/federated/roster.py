@@ -59,7 +59,10 @@ class Entry:
 
 
 class ArrivedAnswer(NamedTuple):
+    """norm: of that part of the message which is to be used."""
+
     member: Any
     answer: Answer
     message: Sparse
     digest: bytes
+    norm: float

@@ -23,7 +23,7 @@ import numpy as np
 from jaxcomp.exchange.agreement import Differs, check_equal, greeting, greeting_of
 from jaxcomp.federated.member import Member, OutOfStep
 from jaxcomp.federated.messages import Answer, Task, options_here
-from jaxcomp.federated.options import number_in
+from jaxcomp.federated.options import integer_of, number_in
 from jaxcomp.federated.packets import answer_of, packed_answer, packed_task, task_of
 from jaxcomp.federated.roster import RoundResult
 from jaxcomp.transports.packets import packed, unpacked
@@ -91,9 +91,7 @@ class Rounds:
             raise ValueError(
                 f"federated: quorum must be an integer of at least 1, or a float in (0, 1]; got {quorum!r}"
             )
-        if isinstance(least, bool) or not isinstance(least, int) or least < 1:
-            raise ValueError(f"federated: least must be an integer of at least 1; got {least!r}")
-        self.quorum, self.least = quorum, least
+        self.quorum, self.least = quorum, integer_of("least", least, 1)
         self.grace = number_in("grace", grace, 0, np.inf, low_counts=True)
         self.deadline = number_in("deadline", deadline, 0, np.inf)
         self.turned_away: dict[str, str] = {}  # name of a process -> why it may not take part

@@ -18,6 +18,7 @@ from jaxcomp.federated.messages import (
     applied,
     content_of,
     largest,
+    norm_of,
     opened,
     options_here,
     parted,
@@ -25,7 +26,7 @@ from jaxcomp.federated.messages import (
     share_within,
     well_formed,
 )
-from jaxcomp.federated.options import check_compress, check_outer, history_of, number_in, patience_of, rule_of
+from jaxcomp.federated.options import check_compress, check_outer, integer_of, number_in, rule_of
 from jaxcomp.federated.roster import ArrivedAnswer, Entry, RoundResult
 from jaxcomp.payloads import Dense, Sparse
 from jaxcomp.wire import encode
@@ -93,7 +94,7 @@ class Server:
             raise ValueError(f"federated: weights must be 'volumes' or 'tokens'; got {weights!r}")
         check_outer(outer)
         check_compress(compress)
-        self.weights, self.patience = weights, patience_of(patience)
+        self.weights, self.patience = weights, integer_of("patience", patience, 1)
         self.mean_ratio, self.down = number_in("mean_ratio", mean_ratio, 0, 1), number_in("down", down, 0, 1)
         self.bound = number_in("bound", bound, 1, np.inf, low_counts=True)
         self.max_norm = number_in("max_norm", max_norm, 0, np.inf)
@@ -104,7 +105,7 @@ class Server:
         self.waited: dict[Any, float | None] = {}  # seconds until each answered the last task; None: it has not
         self._opened = 0.0
         self._entries: dict[Any, Entry] = {}
-        self._updates: deque[bytes] = deque(maxlen=history_of(history))
+        self._updates: deque[bytes] = deque(maxlen=integer_of("history", history, 0))
         self._digests: dict[bytes, None] = {}
         self._held: list[tuple[Any, Array]] = []
         self._open = False
@@ -232,11 +233,11 @@ class Server:
         digest = content_of(message)
         if digest in self._digests and np.any(message.values):
             raise Refused("replay", "a message that was used before")
-        norm = share * float(np.linalg.norm(message.values.astype(np.float64)))
+        norm = share * norm_of(message.values)
         most = self.max_norm * (entry.reach(size) if leaves else 1)
         if norm > most * (1 + 1e-9):
             raise Refused("norm", f"{norm:.2e}; at most {most:.2e} is allowed")
-        return ArrivedAnswer(member, answer, message, digest)
+        return ArrivedAnswer(member, answer, message, digest, norm)
 
     def _refuse(self, member: Any, why: Refused) -> None:
         self.counts.setdefault(member, Counter())[why.kind] += 1
@@ -298,14 +299,14 @@ class Server:
         skipped = 0
         if used or self._held:
             skipped = self._move(used, self._limit(used))
-        late = sum(arrived.answer.round < self.number for arrived, _ in used)
-        members = {arrived.member for arrived, _ in used}
+        late = sum(arrived.answer.round < self.number for arrived in used)
+        members = {arrived.member for arrived in used}
         missing = sum(1 for member in self._asked if self._entries[member].round == self.number)
         for member in self.missing() if self.late == "drop" else ():
             self.lost(member)  # from now on its answer is late, also before the next round opens
         for member in members if not skipped else ():
             self.counts[member]["used"] += 1
-        sizes = self._up, 0 if skipped else sum(len(arrived.answer.data) for arrived, _ in used), self._down
+        sizes = self._up, 0 if skipped else sum(len(arrived.answer.data) for arrived in used), self._down
         held = float(np.sqrt(sum(np.sum(x.astype(np.float64) ** 2) for _, x in self._held)))
         happened = self._joined, self._returned, self._left
         result = RoundResult(
@@ -324,58 +325,53 @@ class Server:
         self._clear()
         return result
 
-    def _limit(self, used: list[tuple[ArrivedAnswer, float]]) -> float:
+    def _limit(self, used: list[ArrivedAnswer]) -> float:
         """The median norm: of those who have just answered, and of the last answers of the others."""
         norms = {member: entry.norm for member, entry in self._entries.items() if entry.norm > 0}
-        norms |= {arrived.member: norm for arrived, norm in used if not arrived.answer.leaves and norm > 0}
+        norms |= {each.member: each.norm for each in used if not each.answer.leaves and each.norm > 0}
         ordered = sorted(norms.values())
         return ordered[(len(ordered) - 1) // 2] if ordered else np.inf
 
-    def _chosen(self) -> tuple[list[tuple[ArrivedAnswer, float]], list[tuple[Any, str]]]:
-        """Answers that are used, with their norms; and those that are clipped."""
-        norm_of = lambda arrived: float(np.linalg.norm(arrived.message.values.astype(np.float64)))
-        all_ = [(arrived, arrived.answer.share * norm_of(arrived)) for arrived in self._arrived]
-        limit = self._limit(all_)
+    def _chosen(self) -> tuple[list[ArrivedAnswer], list[tuple[Any, str]]]:
+        """Answers that are used, and those of them that are clipped."""
+        limit = self._limit(self._arrived)
         used, clipped = [], []
-        for arrived, norm in all_:
-            told = self._entries[arrived.member].told
-            most = max(self.bound * limit, told * (1 + 1e-9) if np.isfinite(told) else 0)
+        for arrived in self._arrived:
+            entry = self._entries[arrived.member]
+            most = max(self.bound * limit, entry.told * (1 + 1e-9) if np.isfinite(entry.told) else 0)
             if arrived.answer.leaves:
-                most *= self._entries[arrived.member].reach(self.point.size)
-            if norm > most:
-                self._refuse(arrived.member, Refused("norm", f"{norm:.2e}; the median is {limit:.2e}"))
+                most *= entry.reach(self.point.size)
+            why = f"{arrived.norm:.2e}; the median is {limit:.2e}"
+            if arrived.norm > most:
+                self._refuse(arrived.member, Refused("norm", why))
                 continue
-            used.append((arrived, norm))
-            if not arrived.answer.leaves and norm > self._room(arrived.member, limit, used):
-                clipped.append((arrived.member, f"norm {norm:.2e}; the median is {limit:.2e}"))
+            used.append(arrived)
+            if not arrived.answer.leaves and arrived.norm > self._room(arrived.member, limit, used):
+                clipped.append((arrived.member, f"norm {why}"))
                 self.counts[arrived.member]["clipped"] += 1
         return used, clipped
 
-    def _move(self, used: list[tuple[ArrivedAnswer, float]], limit: float) -> int:
+    def _move(self, used: list[ArrivedAnswer], limit: float) -> int:
         """Moves the point. Returns 1, with everything as it was, if it would not be finite."""
         parts: list[tuple[Any, Sparse]] = []
-        fates: list[tuple[ArrivedAnswer, float]] = []
-        held = []
-        leaving = [
-            (arrived.member, _vector(arrived.message, self.point.size)) for arrived, _ in used if arrived.answer.leaves
-        ]
-        for arrived, norm in used:
-            if arrived.answer.leaves:
-                fates.append((arrived, 1.0))
+        shares, held, handed_over = [], [], list(self._held)
+        for member, answer, message, _, norm in used:
+            if answer.leaves:
+                shares.append(1.0)
+                handed_over.append((member, _vector(message, self.point.size)))
                 continue
-            room = self._room(arrived.member, limit, used)
-            share = arrived.answer.share * (min(1.0, room / norm) if norm else 1.0)
-            share = share_within(arrived.message.values, share, room)
-            parts.append((arrived.member, arrived.message._replace(values=parted(arrived.message.values, share)[0])))
-            fates.append((arrived, share))
-        for member, vector in self._held + leaving:
-            norm = float(np.linalg.norm(vector.astype(np.float64)))
+            room = self._room(member, limit, used)
+            share = share_within(message.values, answer.share * (min(1.0, room / norm) if norm else 1.0), room)
+            shares.append(share)
+            parts.append((member, message._replace(values=parted(message.values, share)[0])))
+        for member, vector in handed_over:
+            norm = norm_of(vector)
             room = self._room(member, limit, used)
             share = share_within(vector, min(1.0, room / norm) if norm else 1.0, room)
             now, rest = parted(vector, share)
             parts.append((member, Sparse(now, np.arange(vector.size))))
             held.append((member, rest))
-        self._said = {each.member: each.answer.tokens for each, _ in used if not each.answer.leaves}
+        self._said = {each.member: each.answer.tokens for each in used if not each.answer.leaves}
         point, state = self._moved(parts)
         with np.errstate(over="ignore"):
             finite = np.all(np.isfinite(point)) and np.all(np.isfinite(point - self.shown))
@@ -383,25 +379,24 @@ class Server:
             return 1
         self.point, self._outer_state = point, state
         self._held = [(member, vector) for member, vector in held if np.any(vector)]
-        for arrived, share in fates:
-            self._entries[arrived.member].fates[arrived.answer.round] = share
-        for arrived, norm in used:
-            self._entries[arrived.member].used = not arrived.answer.leaves
-            if arrived.answer.leaves:
+        for arrived, share in zip(used, shares, strict=True):
+            entry, answer = self._entries[arrived.member], arrived.answer
+            entry.fates[answer.round] = share
+            entry.used = not answer.leaves
+            if answer.leaves:
                 self._left.append(arrived.member)
             else:
-                self._entries[arrived.member].norm = norm
-                self._entries[arrived.member].tokens = arrived.answer.tokens
+                entry.norm, entry.tokens = arrived.norm, answer.tokens
             self._digests[arrived.digest] = None
         while len(self._digests) > REMEMBERED:
             del self._digests[next(iter(self._digests))]
         self._show()
         return 0
 
-    def _room(self, member: Any, limit: float, used: list[tuple[ArrivedAnswer, float]]) -> float:
+    def _room(self, member: Any, limit: float, used: list[ArrivedAnswer]) -> float:
         """Norm that a part of this member may have: its answer and what it handed over share the limit."""
         held = any(who == member for who, _ in self._held)
-        return limit / 2 if held and any(arrived.member == member for arrived, _ in used) else limit
+        return limit / 2 if held and any(arrived.member == member for arrived in used) else limit
 
     def _moved(self, parts: list[tuple[Any, Sparse]]) -> tuple[Array, Any]:
         """theta after the outer step with the mean, weighted by the volumes or tokens of those who are in it."""

@@ -11,7 +11,6 @@ third: len(wire.encode(payload)) = code_bits / 8, rounded up to whole bytes in e
 """
 
 from jaxcomp.payloads.chunks import Chunks
-from jaxcomp.payloads.leaves import Leaves
 from jaxcomp.payloads.local import LocalIndices, global_indices, local_indices
 from jaxcomp.payloads.quantized import Quantized
 from jaxcomp.payloads.registry import (
@@ -37,7 +36,7 @@ from jaxcomp.payloads.registry import (
     shortest,
     write_record,
 )
-from jaxcomp.payloads.several import Several
+from jaxcomp.payloads.several import Leaves, Several
 from jaxcomp.payloads.sketch import Sketch, SketchBits, sketch_bits
 from jaxcomp.payloads.sparse import Sparse
 from jaxcomp.payloads.words import Coded, from_words, num_words, to_words

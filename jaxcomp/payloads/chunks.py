@@ -34,24 +34,22 @@ from jaxcomp.payloads.registry import (
     Choices,
     Coding,
     Family,
-    code_bits,
     count_type,
-    encode_message,
-    lane_bytes,
+    message_bits,
     num_entries,
+    pack_message,
     read_record,
     register,
-    same_everywhere,
     unpack_message,
     write_record,
 )
 from jaxcomp.payloads.words import Coded, Cursor, coded, joined, uncoded, uncoded_like, whole_array
 from jaxcomp.wire.bitstream import set_words, stream_bytes, unpack_words
 from jaxcomp.wire.errors import WireError
-from jaxcomp.wire.format import dtype_code, read_array, write_array
+from jaxcomp.wire.format import check_words, dtype_code, read_array, write_array
 from jaxcomp.wire.frame import Reader, Writer
-from jaxcomp.wire.limits import MAX_STREAM, PAD_BYTES, unpaid
-from jaxcomp.wire.streams import Keys
+from jaxcomp.wire.limits import MAX_GROUPS, PAD_BYTES, unpaid
+from jaxcomp.wire.streams import read_keys
 
 __all__ = ["CHUNKS", "CODED_CHUNKS", "Chunks"]
 
@@ -74,14 +72,8 @@ class Chunks(NamedTuple):
 
 def _check(payload: Chunks) -> None:
     values, words = payload
-    if not isinstance(words, np.ndarray) or words.ndim != 2 or words.dtype != np.uint32:
-        got = f"{words.dtype}{list(words.shape)}" if isinstance(words, np.ndarray) else type(words).__name__
-        raise WireError("Chunks.words", got, "u32[w, ceil(n / 32)]")
-    width, groups = words.shape
-    if not 1 <= width <= 32:
-        raise WireError("Chunks width", width, "1 .. 32")
-    if groups > 2**36:
-        raise WireError("Chunks groups", groups, f"at most {2**36}")
+    check_words("Chunks", words)
+    groups = words.shape[1]
     if isinstance(values, np.ndarray):
         if values.ndim != 1 or -(-values.size // 32) != groups:
             raise WireError("Chunks.values", f"of shape {values.shape}", f"one for each of {32 * groups} gaps")
@@ -129,7 +121,7 @@ def _codings(payload: Chunks, code: str) -> Choices:
     values, words = payload
     width, groups = words.shape
     size = 32 * groups
-    rest = (lambda: 8 * lane_bytes(values)) if hasattr(values, "dtype") else (lambda: code_bits(values, code=code))
+    rest = lambda: message_bits(values, code)
     fixed = Coding(CHUNKS, ("fixed", "elias", "best"), width * size)
     if code not in ("best", WORDS) or not 0 < size <= MAX_KEYS:
         return Choices([fixed], rest)
@@ -151,9 +143,7 @@ def _pack(payload: Chunks) -> Coded:
     sent = _sent(words)
     count = sent.count.reshape(1)
     keys = coded(*encode_keys(sent.keys, count, num_words=size + 1), sent.total < FURTHEST)
-    return joined(
-        [whole_array(count), keys, whole_array(values) if hasattr(values, "dtype") else encode_message(values)]
-    )
+    return joined([whole_array(count), keys, pack_message(values)])
 
 
 def _unpack(cursor: Cursor, like: Chunks) -> Chunks:
@@ -163,8 +153,7 @@ def _unpack(cursor: Cursor, like: Chunks) -> Chunks:
         return uncoded_like(cursor, like)
     count = cursor.take(1).astype(I32)
     gaps = cursor.bits(size + 1, lambda words: decode_to_gaps(words, count, size))
-    values = cursor.array(like.values) if hasattr(like.values, "dtype") else unpack_message(cursor, like.values)
-    return Chunks(values, pack(gaps, width))
+    return Chunks(unpack_message(cursor, like.values), pack(gaps, width))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -195,16 +184,13 @@ def _read_fixed(reader: Reader) -> Chunks:
 
 def _read_coded(reader: Reader) -> Chunks:
     values = read_record(reader)
-    width = reader.byte("Chunks width")
-    if not 1 <= width <= 32:
-        raise WireError("Chunks width", width, "1 .. 32")
-    groups = reader.varint("Chunks groups", 2**36)
+    width = reader.byte("Chunks width", 1, 32)
+    groups = reader.varint("Chunks groups", MAX_GROUPS)
     if 4 * width * groups > PAD_BYTES * reader.left:
         raise WireError("Chunks groups", groups, f"paid for by {reader.left} bytes")
     count = reader.varint("Chunks gaps", 32 * groups)
     filler = reader.varint("Chunks filler", reader.left)
-    field = "Chunks key stream"
-    keys = Keys(field, reader.stream(field, MAX_STREAM - 1), count, 2**31)
+    keys = read_keys(reader, "Chunks key stream", count, 2**31)
     reader.make("Chunks words", 4 * width * groups)
     words, place, last = np.zeros((width, groups), np.uint32), 0, -1
     for block in keys:
@@ -237,6 +223,5 @@ register(
         pack=_pack,
         unpack=_unpack,
         entries=_entries,
-        limits=same_everywhere,
     )
 )

@@ -31,7 +31,6 @@ from jax import lax
 
 from jaxcomp.arrays import is_host, namespace
 from jaxcomp.codes.arrays import histogram, running_max
-from jaxcomp.codes.elias import elias_length
 from jaxcomp.codes.huffman import decode_with_table, encode_with_table, table_bits
 from jaxcomp.codes.keys import (
     MAX_KEYS,
@@ -42,6 +41,7 @@ from jaxcomp.codes.keys import (
     encode_keys,
     keys_from_gaps,
 )
+from jaxcomp.codes.stream import elias_length
 from jaxcomp.packing import TILE, pack, tile_of, unpack
 from jaxcomp.payloads.registry import (
     WORDS,
@@ -51,7 +51,6 @@ from jaxcomp.payloads.registry import (
     count_type,
     lane_bytes,
     register,
-    same_everywhere,
     shortest,
 )
 from jaxcomp.payloads.sparse_records import key_stream
@@ -60,12 +59,20 @@ from jaxcomp.select import indices_of_words, mask_words
 from jaxcomp.wire.bitstream import SOME, set_words, stream_bytes, unpack_words
 from jaxcomp.wire.elias import Records, encode_levels
 from jaxcomp.wire.errors import WireError
-from jaxcomp.wire.format import is_float, read_array, write_array
+from jaxcomp.wire.format import FLOATS, check_array, check_words, read_array, write_array
 from jaxcomp.wire.frame import Reader, Writer
-from jaxcomp.wire.limits import MAX_STREAM, PAD_BYTES, STREAM_BYTES, unpaid
-from jaxcomp.wire.streams import Keys, Symbols
+from jaxcomp.wire.limits import MAX_GROUPS, MAX_STREAM, PAD_BYTES, STREAM_BYTES, unpaid
+from jaxcomp.wire.streams import Symbols, read_keys
 
-__all__ = ["CODED_LEVELS", "CODED_NONZEROS", "ELIAS_QUANTIZED", "QUANTIZED", "Quantized", "level_room"]
+__all__ = [
+    "CODED_LEVELS",
+    "CODED_NONZEROS",
+    "ELIAS_QUANTIZED",
+    "QUANTIZED",
+    "Quantized",
+    "level_room",
+    "level_stream",
+]
 
 Array = Any
 I32, U32 = jnp.int32, jnp.uint32
@@ -84,15 +91,8 @@ class Quantized(NamedTuple):
 
 
 def _check(payload: Quantized) -> None:
-    norms, words = payload
-    if norms.ndim != 1 or not is_float(norms.dtype):
-        raise WireError("Quantized.norms", f"{norms.dtype}{list(norms.shape)}", "a vector of floats")
-    if words.ndim != 2 or words.dtype != np.uint32:
-        raise WireError("Quantized.words", f"{words.dtype}{list(words.shape)}", "u32[w, ceil(d / 32)]")
-    if not 1 <= words.shape[0] <= 32:
-        raise WireError("Quantized width", words.shape[0], "1 .. 32")
-    if words.shape[1] > 2**36:
-        raise WireError("Quantized groups", words.shape[1], f"at most {2**36}")
+    check_array("Quantized.norms", payload.norms, FLOATS, 1, "a vector of floats")
+    check_words("Quantized", payload.words)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -248,10 +248,10 @@ def _write(out: Writer, payload: Quantized, coding: Coding) -> None:
         out.add(stream, bytes(filler))
         out.work += STREAM_BYTES
     elif coding.kind == CODED_LEVELS:
-        out.stream(_level_stream(codes, coding.plan[1]))
+        out.stream(level_stream(codes, coding.plan[1]))
     else:
         keys = key_stream(np.flatnonzero(codes).astype(np.int32), coding.plan[2])
-        stream = _level_stream(some, coding.plan[1])
+        stream = level_stream(some, coding.plan[1])
         filler = unpaid(words.nbytes, len(keys) + len(stream) + norms.nbytes)
         out.varint(some.size, filler)
         out.stream(keys)
@@ -259,7 +259,8 @@ def _write(out: Writer, payload: Quantized, coding: Coding) -> None:
         out.add(bytes(filler))
 
 
-def _level_stream(codes: np.ndarray, lengths: np.ndarray) -> bytes:
+def level_stream(codes: np.ndarray, lengths: np.ndarray) -> bytes:
+    """A table of these lengths, and codes of levels by it."""
     room = -(-(9 + 4 * lengths.size + 15 * codes.size + 12 * (codes.size // 256)) // 32)
     words, bits = encode_with_table(codes.astype(np.int32), lengths, room, count=np.int32(codes.size))
     return stream_bytes(words, int(bits))
@@ -272,10 +273,8 @@ def _read_fixed(reader: Reader) -> Quantized:
 def _read_shape(reader: Reader, most: int) -> tuple[np.ndarray, np.ndarray]:
     """Norms, and room for the words, checked against what the rest of the message can pay for."""
     norms = read_array(reader, "Quantized.norms")
-    width = reader.byte("Quantized width")
-    if not 1 <= width <= most:
-        raise WireError("Quantized width", width, f"1 .. {most}")
-    groups = reader.varint("Quantized groups", 2**36)
+    width = reader.byte("Quantized width", 1, most)
+    groups = reader.varint("Quantized groups", MAX_GROUPS)
     if 4 * width * groups > PAD_BYTES * (reader.left + norms.nbytes):
         raise WireError("Quantized groups", groups, f"paid for by {reader.left} bytes")
     reader.make("Quantized groups", 4 * width * groups)
@@ -324,8 +323,7 @@ def _read_some(reader: Reader) -> Quantized:
     width, size = words.shape[0], 32 * words.shape[1]
     count = reader.varint("Quantized non-zeros", size)
     filler = reader.varint("Quantized filler", reader.left)
-    field = "Quantized key stream"
-    keys = Keys(field, reader.stream(field, MAX_STREAM - 1), count, size)
+    keys = read_keys(reader, "Quantized key stream", count, size)
     symbols = _level_reader(reader, count, width)
     for places in keys:
         set_words(words, places, symbols.take(places.size))
@@ -354,7 +352,6 @@ register(
         pack=_pack,
         unpack=_unpack,
         entries=lambda payload: None,
-        limits=same_everywhere,
         per_tile=_per_tile,
     )
 )

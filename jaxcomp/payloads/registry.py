@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxcomp.arrays import is_host
 from jaxcomp.backend_gpu import TOGETHER
-from jaxcomp.payloads.words import Coded, Cursor, uncoded, uncoded_like
+from jaxcomp.payloads.words import Coded, Cursor, uncoded, uncoded_like, whole_array
 from jaxcomp.wire.errors import WireError
 from jaxcomp.wire.format import ARRAY, is_float, read_array, write_array
 from jaxcomp.wire.frame import Reader, Writer
@@ -42,7 +42,9 @@ __all__ = [
     "highest_indices",
     "lane_bytes",
     "limits",
+    "message_bits",
     "num_entries",
+    "pack_message",
     "per_tile",
     "plain_entries",
     "read_record",
@@ -102,6 +104,11 @@ class Choices(NamedTuple):
     entries: Array | int | None = None
 
 
+def same_everywhere(payload: Any, lengths: Any) -> list:
+    """`limits` of payloads that are equally long on all workers."""
+    return [None] * len(jax.tree.leaves(payload))
+
+
 class Family(NamedTuple):
     """Functions of the payloads of one type. Arrays are of JAX inside jit, of NumPy on the host.
 
@@ -113,7 +120,8 @@ class Family(NamedTuple):
     pack(payload): its words, in jit.
     unpack(cursor, like): inverse of pack.
     entries(payload): how many entries of the vector it carries; None for all of them.
-    limits(payload, lengths): for each array (lengths, what padding holds), or None for all of it.
+    limits(payload, lengths): for each array (lengths, what padding holds), or None for all of it; left out where all
+        workers send equally much.
     entropy: whether even its "fixed" code is an entropy code, whose bits cost an instance of it to count.
     per_tile(payload): for each array how many of its numbers belong to a tile of `backend_gpu.TOGETHER` entries: tile
         after tile, in the order of the vector, so that the array is cut where the vector is; 0 for other arrays. None:
@@ -131,7 +139,7 @@ class Family(NamedTuple):
     pack: Callable[[Any], Coded]
     unpack: Callable[[Cursor, Any], Any]
     entries: Callable[[Any], Array | int | None]
-    limits: Callable[[Any, Any], list]
+    limits: Callable[[Any, Any], list] = same_everywhere
     entropy: bool = False
     per_tile: Callable[[Any], list[int]] | None = None
     plain: Callable[[Any], tuple[Any, Any] | None] | None = None
@@ -244,9 +252,17 @@ def code_bits(payload: Any, *, code: str = "fixed") -> Array | int:
     """
     if code not in CODES:
         raise ValueError(f"code_bits: code must be one of {', '.join(CODES)}; got {code!r}")
-    choices = family_of(payload, "code_bits").codings(payload, code)
+    return _bits_of(family_of(payload, "code_bits").codings(payload, code), code)
+
+
+def _bits_of(choices: Choices, code: str) -> Array | int:
     bits = shortest(choices.codings, code)[1]
     return bits if choices.rest is None else bits + choices.rest()
+
+
+def message_bits(node: Any, code: str) -> Array | int:
+    """Bits of an array, or of a payload in a code."""
+    return 8 * lane_bytes(node) if hasattr(node, "dtype") else code_bits(node, code=code)
 
 
 def cheap_bits(payload: Any) -> Array | int:
@@ -277,6 +293,11 @@ def encode_message(payload: Any) -> Coded:
     return family_of(payload, "encode_message").pack(payload)
 
 
+def pack_message(node: Any) -> Coded:
+    """An array as it is, or a payload, as words."""
+    return whole_array(node) if hasattr(node, "dtype") else encode_message(node)
+
+
 def decode_message(words: Array, like: Any) -> Any:
     """The payload of a message whose `fits` was true.
 
@@ -289,8 +310,8 @@ def decode_message(words: Array, like: Any) -> Any:
 
 
 def unpack_message(cursor: Cursor, like: Any) -> Any:
-    """The payload that begins here."""
-    return family_of(like, "decode_message").unpack(cursor, like)
+    """The array or payload that begins here."""
+    return cursor.array(like) if hasattr(like, "dtype") else family_of(like, "decode_message").unpack(cursor, like)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -382,8 +403,7 @@ def counted(payload: Any, like: Any, code: str | None) -> tuple[int, Array | flo
             bits, entries = cheap_bits(part), family.entries(part)
         else:
             choices = family.codings(part, code or "fixed")
-            bits = shortest(choices.codings, code or "fixed")[1]
-            bits = bits if choices.rest is None else bits + choices.rest()
+            bits = _bits_of(choices, code or "fixed")
             entries = family.entries(part) if choices.entries is None else choices.entries
         found = (bits, like.size // max(rows, 1) if entries is None else entries)
         return [x.astype(jnp.float32) if isinstance(x, jax.Array) else float(x) for x in found]
@@ -453,52 +473,20 @@ def limits(payload: Any, lengths: Any) -> list:
     return same_everywhere(payload, lengths) if family is None else family.limits(payload, lengths)
 
 
-def same_everywhere(payload: Any, lengths: Any) -> list:
-    """`limits` of payloads that are equally long on all workers."""
-    return [None] * len(jax.tree.leaves(payload))
-
-
 # ------------------------------------------------------------------------------------------------
 # Plain numbers, with a scale or without: bits, words and bytes are those of the arrays
-
-
-def _dense_codings(payload: Dense, code: str) -> Choices:
-    values = payload.values
-    if hasattr(values, "dtype"):
-        return Choices([Coding(DENSE, (code,), 8 * values.size * values.dtype.itemsize)], entries=values.size)
-    return Choices([Coding(DENSE, (code,), 0)], lambda: code_bits(values, code=code))
-
-
-def _check_dense(payload: Dense) -> None:
-    pass
-
-
-def _write_dense(out: Writer, payload: Dense, coding: Coding) -> None:
-    write_record(out, payload.values)
-
-
-def _read_dense(reader: Reader) -> Dense:
-    return Dense(read_record(reader))
-
-
-def _pack_dense(payload: Dense) -> Coded:
-    return uncoded(payload) if hasattr(payload.values, "dtype") else encode_message(payload.values)
-
-
-def _unpack_dense(cursor: Cursor, like: Dense) -> Dense:
-    return Dense(cursor.array(like.values) if hasattr(like.values, "dtype") else unpack_message(cursor, like.values))
 
 
 def _dense_entries(payload: Dense) -> Any:
     return payload.values.size if hasattr(payload.values, "dtype") else num_entries(payload.values)
 
 
+def _dense_per_tile(payload: Dense) -> list[int]:
+    return [TOGETHER] if hasattr(payload.values, "dtype") else per_tile(payload.values)
+
+
 def _dense_plain(payload: Dense) -> tuple[Any, None] | None:
     return (payload.values, None) if hasattr(payload.values, "dtype") else None
-
-
-def _scaled_codings(payload: Scaled, code: str) -> Choices:
-    return Choices([Coding(SCALED, (code,), 8 * lane_bytes(payload))])
 
 
 def _check_scaled(payload: Scaled) -> None:
@@ -518,21 +506,16 @@ def _read_scaled(reader: Reader) -> Scaled:
     return Scaled(read_array(reader, "Scaled.values"), read_array(reader, "Scaled.scale"))
 
 
-def _dense_per_tile(payload: Dense) -> list[int]:
-    return [TOGETHER] if hasattr(payload.values, "dtype") else per_tile(payload.values)
-
-
 register(
     Family(
         type=Dense,
-        codings=_dense_codings,
-        check=_check_dense,
-        write=_write_dense,
-        readers={DENSE: _read_dense},
-        pack=_pack_dense,
-        unpack=_unpack_dense,
+        codings=lambda payload, code: Choices([Coding(DENSE, (code,), 0)], lambda: message_bits(payload.values, code)),
+        check=lambda payload: None,
+        write=lambda out, payload, coding: write_record(out, payload.values),
+        readers={DENSE: lambda reader: Dense(read_record(reader))},
+        pack=lambda payload: pack_message(payload.values),
+        unpack=lambda cursor, like: Dense(unpack_message(cursor, like.values)),
         entries=_dense_entries,
-        limits=same_everywhere,
         per_tile=_dense_per_tile,
         plain=_dense_plain,
     )
@@ -540,14 +523,13 @@ register(
 register(
     Family(
         type=Scaled,
-        codings=_scaled_codings,
+        codings=lambda payload, code: Choices([Coding(SCALED, (code,), 8 * lane_bytes(payload))]),
         check=_check_scaled,
         write=_write_scaled,
         readers={SCALED: _read_scaled},
         pack=uncoded,
         unpack=uncoded_like,
         entries=lambda payload: payload.values.size,
-        limits=same_everywhere,
         per_tile=lambda payload: [TOGETHER, 0],
     )
 )

@@ -35,14 +35,14 @@ from jaxcomp.codes.keys import (
     keys_from_gaps,
 )
 from jaxcomp.packing import pack, unpack, width_for
-from jaxcomp.payloads.quantized import level_room
-from jaxcomp.payloads.registry import Choices, Coding, Family, register, same_everywhere, shortest
+from jaxcomp.payloads.quantized import level_room, level_stream
+from jaxcomp.payloads.registry import Choices, Coding, Family, register, shortest
 from jaxcomp.payloads.words import Coded, Cursor, coded, joined, uncoded, uncoded_like, whole_array
 from jaxcomp.wire.bitstream import SOME, pack_bits, packed_size, set_words, stream_bytes, unpack_bits, unpack_words
 from jaxcomp.wire.errors import WireError
-from jaxcomp.wire.format import dtype_code, read_dtype
+from jaxcomp.wire.format import check_array, dtype_code, read_dtype
 from jaxcomp.wire.frame import Reader, Writer
-from jaxcomp.wire.limits import PAD_BYTES
+from jaxcomp.wire.limits import unpaid
 from jaxcomp.wire.streams import Keys, Symbols
 
 __all__ = ["SKETCH", "Sketch", "SketchBits", "sketch_bits"]
@@ -51,6 +51,7 @@ Array = Any
 I32, U32 = jnp.int32, jnp.uint32
 SKETCH = 13
 FIXED, HUFFMAN = range(2)
+LEVEL_TYPES = np.float16, np.float32, np.float64
 
 
 class Sketch(NamedTuple):
@@ -72,11 +73,8 @@ def _check(payload: Sketch) -> None:
     levels, counts, keys, cells, zero = payload
     kinds = [("counts", counts, np.int32, 1), ("keys", keys, np.int32, 1), ("cells", cells, np.uint32, 2)]
     for name, array, dtype, ndim in [*kinds, ("zero", zero, np.int32, 1)]:
-        if array.dtype != dtype or array.ndim != ndim:
-            kind = f"{np.dtype(dtype)} of {ndim} dimensions"
-            raise WireError(f"Sketch.{name}", f"{array.dtype}{list(array.shape)}", kind)
-    if levels.ndim != 1 or levels.dtype.kind != "f":
-        raise WireError("Sketch.levels", f"{levels.dtype}{list(levels.shape)}", "a vector of floats of 16 to 64 bits")
+        check_array(f"Sketch.{name}", array, [dtype], ndim, f"{np.dtype(dtype)} of {ndim} dimensions")
+    check_array("Sketch.levels", levels, LEVEL_TYPES, 1, "a vector of floats of 16 to 64 bits")
     if zero.size not in (0, 2):
         raise WireError("Sketch.zero", f"{zero.size} numbers", "none or two")
     if not 1 <= cells.shape[0] <= 32:
@@ -229,28 +227,20 @@ def _write(out: Writer, payload: Sketch, coding: Coding) -> None:
     if chosen.kind == FIXED:
         out.stream(pack_bits(symbols[:used], cells.shape[0]))
     else:
-        room = -(-int(chosen.bits) // 32)
-        words, end = encode_with_table(symbols.astype(np.int32), chosen.plan, room, count=np.int32(used))
-        out.stream(stream_bytes(words, int(end)))
-    paid = 1 + sum(map(len, out.parts[begin:]))
-    out.add(bytes(_filler(capacity - n, cells.nbytes, paid - 1)))
-
-
-def _filler(padding: int, cell_bytes: int, paid: int) -> int:
-    return max(0, -(-(4 * padding + cell_bytes) // PAD_BYTES) - paid)
+        out.stream(level_stream(symbols[:used], chosen.plan))
+    paid = sum(map(len, out.parts[begin:]))
+    out.add(bytes(unpaid(4 * (capacity - n) + cells.nbytes, paid)))
 
 
 def _read(reader: Reader) -> Sketch:
     begin = reader.position
     counts, keys, n = _read_keys(reader)
     levels = _read_levels(reader)
-    released = reader.byte("Sketch zero")
-    if released > 1:
-        raise WireError("Sketch zero", released, "0 or 1")
+    released = reader.byte("Sketch zero", 0, 1)
     zero = np.frombuffer(reader.take("Sketch zero", 8 * released), "<i4").astype(np.int32)
     reader.make("Sketch zero", zero.nbytes)
     cells = _read_cells(reader)
-    reader.zeros("Sketch filler", _filler(keys.size - n, cells.nbytes, reader.position - begin))
+    reader.zeros("Sketch filler", unpaid(4 * (keys.size - n) + cells.nbytes, reader.position - begin))
     return Sketch(levels, counts, keys, cells, zero)
 
 
@@ -278,7 +268,7 @@ def _read_keys(reader: Reader) -> tuple[np.ndarray, np.ndarray, int]:
 
 def _read_levels(reader: Reader) -> np.ndarray:
     dtype = read_dtype(reader, "Sketch.levels")
-    if dtype.kind != "f":
+    if dtype not in LEVEL_TYPES:
         raise WireError("Sketch.levels dtype", dtype, "a float of 16, 32 or 64 bits")
     size = reader.varint("Sketch levels", 8 * reader.left)
     marks = np.frombuffer(reader.take("Sketch levels", packed_size(size, 1)), np.uint8)
@@ -297,9 +287,7 @@ def _read_levels(reader: Reader) -> np.ndarray:
 
 
 def _read_cells(reader: Reader) -> np.ndarray:
-    width = reader.byte("Sketch width")
-    if not 1 <= width <= 32:
-        raise WireError("Sketch width", width, "1 .. 32")
+    width = reader.byte("Sketch width", 1, 32)
     groups = reader.varint("Sketch groups", 2**31)
     used = reader.varint("Sketch cells", 32 * groups)
     coding = reader.byte("Sketch coding")
@@ -344,7 +332,6 @@ register(
         pack=_pack,
         unpack=_unpack,
         entries=lambda payload: namespace(payload.counts).sum(payload.counts, dtype=np.int32),
-        limits=same_everywhere,
         entropy=True,
     )
 )

@@ -24,8 +24,8 @@ from jax import lax
 
 from jaxcomp.arrays import as_words, bit_length, is_host, namespace
 from jaxcomp.base import Lengths
-from jaxcomp.codes.elias import elias_length
 from jaxcomp.codes.keys import MAX_KEYS, Gaps, choose_scheme, decode_to_gaps, encode_keys, keys_from_gaps
+from jaxcomp.codes.stream import elias_length
 from jaxcomp.payloads import sparse_records as records
 from jaxcomp.payloads.local import BLOCK, LocalIndices, global_indices, local_indices
 from jaxcomp.payloads.registry import (

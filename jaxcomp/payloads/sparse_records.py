@@ -21,10 +21,10 @@ from jaxcomp.payloads.registry import Coding, read_record, write_record
 from jaxcomp.wire.bitstream import pack_bits, packed_size, stream_bytes, unpack_bits
 from jaxcomp.wire.elias import decode_gaps, encode_gaps
 from jaxcomp.wire.errors import WireError
-from jaxcomp.wire.format import ARRAY, dtype_code, raw, read_dtype, read_numbers
+from jaxcomp.wire.format import ARRAY, check_array, dtype_code, raw, read_dtype, read_numbers
 from jaxcomp.wire.frame import Reader, Writer
-from jaxcomp.wire.limits import MAX_STREAM, PAD_BYTES, unpaid
-from jaxcomp.wire.streams import Keys
+from jaxcomp.wire.limits import unpaid
+from jaxcomp.wire.streams import read_keys
 
 __all__ = [
     "CODED_LOCAL",
@@ -70,19 +70,16 @@ def check_sparse(payload: Sparse) -> None:
     values, indices = payload
     if isinstance(indices, LocalIndices):
         low, counts = indices
-        kinds = [("low", low, np.uint16), ("counts", counts, np.int32)]
-        for name, array, dtype in kinds:
-            if array.ndim != 1 or array.dtype != dtype:
-                got = f"{array.dtype}{list(array.shape)}"
-                raise WireError(f"LocalIndices.{name}", got, f"a vector of {np.dtype(dtype)}")
+        check_array("LocalIndices.low", low, [np.uint16], 1, "a vector of uint16")
+        check_array("LocalIndices.counts", counts, [np.int32], 1, "a vector of int32")
         total = int(counts.sum(dtype=np.int64))
         if counts.min(initial=0) < 0 or total > low.size:
             raise WireError("LocalIndices.counts", f"{total} in all", f"none negative, and at most {low.size} in all")
         indices = low
-    elif not isinstance(indices, np.ndarray) or indices.ndim != 1 or indices.dtype != np.int32:
-        raise WireError("Sparse.indices", f"{indices.dtype}{list(indices.shape)}", "i32[k] or LocalIndices")
-    elif indices.size and indices.min() < 0:
-        raise WireError("Sparse.indices", int(indices.min()), "not negative")
+    else:
+        check_array("Sparse.indices", indices, [np.int32], 1, "i32[k] or LocalIndices")
+        if indices.min(initial=0) < 0:
+            raise WireError("Sparse.indices", int(indices.min()), "not negative")
     if isinstance(values, np.ndarray):
         if values.shape != indices.shape:
             raise WireError("Sparse.values", f"of shape {values.shape}", f"one for each of {indices.size} indices")
@@ -98,23 +95,19 @@ def write(out: Writer, payload: Sparse, coding: Coding) -> None:
     _WRITERS[coding.kind](out, payload, coding.plan)
 
 
-def _filler(padding: int, itemsize: int) -> bytes:
-    return bytes(_filler_bytes(padding, itemsize))
-
-
-def _filler_bytes(padding: int, itemsize: int) -> int:
+def _filler(padding: int, itemsize: int = 0) -> int:
     """Bytes that so many entries of padding cost."""
-    return -(-padding * (itemsize + 4) // PAD_BYTES)
+    return unpaid(padding * (itemsize + 4), 0)
 
 
 def _write_values(out: Writer, values: Any, count: int, capacity: int) -> None:
     """The first `count` of them, or all of a nested payload, and what the padding behind them costs."""
     if hasattr(values, "dtype"):
         out.add(bytes([ARRAY, dtype_code(values.dtype)]), raw(values[:count]))
-        out.add(_filler(capacity - count, values.dtype.itemsize))
+        out.add(bytes(_filler(capacity - count, values.dtype.itemsize)))
     else:
         write_record(out, values)
-        out.add(_filler(capacity - count, 0))
+        out.add(bytes(_filler(capacity - count)))
 
 
 def _write_fixed(out: Writer, payload: Sparse, plan: Any) -> None:
@@ -192,12 +185,12 @@ def _read_values(reader: Reader, count: int, capacity: int) -> Any:
     padding = capacity - count
     if reader.peek("Sparse values type") != ARRAY:
         values = read_record(reader)
-        reader.zeros("Sparse filler", _filler_bytes(padding, 0))
+        reader.zeros("Sparse filler", _filler(padding))
         return values
     reader.byte("Sparse values type")
     dtype = read_dtype(reader, "Sparse.values")
     values = read_numbers(reader, "Sparse", dtype, count, capacity)
-    reader.zeros("Sparse filler", _filler_bytes(padding, dtype.itemsize))
+    reader.zeros("Sparse filler", _filler(padding, dtype.itemsize))
     return values
 
 
@@ -208,9 +201,7 @@ def _indices(reader: Reader, capacity: int) -> np.ndarray:
 
 def _read_fixed(reader: Reader) -> Sparse:
     capacity, count = _read_size(reader)
-    width = reader.byte("Sparse index width")
-    if not 1 <= width <= 31:
-        raise WireError("Sparse index width", width, "1 .. 31")
+    width = reader.byte("Sparse index width", 1, 31)
     if capacity and not count:
         raise WireError("Sparse count", count, f"at least 1 of {capacity}")
     packed = reader.take("Sparse indices", packed_size(count, width))
@@ -233,7 +224,7 @@ def _read_elias(reader: Reader) -> Sparse:
     last = reader.varint("Sparse padding index", 2**31 - 1)
     stream = reader.stream("Sparse gap")
     indices = _indices(reader, capacity)
-    decode_gaps(stream, count, 2**31, out=indices, room=reader.spare)
+    decode_gaps(stream, 2**31, indices[:count], room=reader.spare)
     indices[count:] = last
     return Sparse(_read_values(reader, count, capacity), indices)
 
@@ -241,7 +232,7 @@ def _read_elias(reader: Reader) -> Sparse:
 def _read_coded(reader: Reader) -> Sparse:
     capacity, count = _read_size(reader)
     last = reader.varint("Sparse padding index", 2**31 - 1)
-    keys = Keys("Sparse key stream", reader.stream("Sparse key stream", MAX_STREAM - 1), count, 2**31)
+    keys = read_keys(reader, "Sparse key stream", count, 2**31)
     indices, place = _indices(reader, capacity), 0
     for block in keys:
         indices[place : place + block.size] = block
@@ -254,8 +245,7 @@ def _read_coded_local(reader: Reader) -> Sparse:
     capacity, count = _read_size(reader)
     blocks = reader.varint("LocalIndices blocks", 2**15)
     filler = reader.varint("LocalIndices filler", reader.left)
-    stream = reader.stream("Sparse key stream", MAX_STREAM - 1)
-    keys = Keys("Sparse key stream", stream, count, blocks << 16)
+    keys = read_keys(reader, "Sparse key stream", count, blocks << 16)
     reader.make("LocalIndices", 2 * capacity + 4 * blocks)
     low, counts, place = np.zeros(capacity, np.uint16), np.zeros(blocks, np.int32), 0
     for block in keys:

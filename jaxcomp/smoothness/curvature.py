@@ -20,17 +20,19 @@ __all__ = ["ggn_diagonal", "hutchinson_diagonal", "network_operator"]
 Array = jax.Array
 
 
-def _check_samples(name: str, samples: Any) -> None:
+def _total(name: str, part: Callable[[Array], Any], params: Any, key: Array, samples: int) -> Any:
+    """Sum of part(key), a tree like params, over so many keys."""
     if not (number_of(samples) >= 1 and number_of(samples) % 1 == 0):
         raise ValueError(f"{name}: samples must be an integer of at least 1; got {samples!r}")
+    add = lambda total, key: (jax.tree.map(jnp.add, total, part(key)), None)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return jax.lax.scan(add, zeros, jax.random.split(key, int(samples)))[0]
 
 
 def _signs(key: Array, tree: Any) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    keys = jax.random.split(key, max(1, len(leaves)))
-    return jax.tree.unflatten(
-        structure, [jax.random.rademacher(k, a.shape, a.dtype) for k, a in zip(keys, leaves, strict=False)]
-    )
+    structure = jax.tree.structure(tree)
+    keys = structure.unflatten(jax.random.split(key, structure.num_leaves))
+    return jax.tree.map(lambda k, a: jax.random.rademacher(k, a.shape, a.dtype), keys, tree)
 
 
 def hutchinson_diagonal(loss: Callable[[Any], Array], params: Any, key: Array, *, samples: int = 16) -> Any:
@@ -56,16 +58,14 @@ def hutchinson_diagonal(loss: Callable[[Any], Array], params: Any, key: Array, *
     >>> print(hutchinson_diagonal(loss, jnp.ones(2), jax.random.key(0)))
     [2. 6.]
     """
-    _check_samples("hutchinson_diagonal", samples)
     gradient = jax.grad(loss)
 
-    def one(total, key):
+    def part(key):
         z = _signs(key, params)
         _, image = jax.jvp(gradient, (params,), (z,))
-        return jax.tree.map(lambda t, a, b: t + a * b / samples, total, z, image), None
+        return jax.tree.map(lambda a, b: a * b / samples, z, image)
 
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    return jax.lax.scan(one, zeros, jax.random.split(key, int(samples)))[0]
+    return _total("hutchinson_diagonal", part, params, key, samples)
 
 
 def ggn_diagonal(logits: Callable[[Any], Array], params: Any, key: Array, *, samples: int = 16) -> Any:
@@ -91,9 +91,8 @@ def ggn_diagonal(logits: Callable[[Any], Array], params: Any, key: Array, *, sam
     >>> print(ggn_diagonal(lambda w: w[None], jnp.zeros(2), jax.random.key(0), samples=64))
     [0.25 0.25]
     """
-    _check_samples("ggn_diagonal", samples)
 
-    def one(total, key):
+    def part(key):
         first, second = jax.random.split(key)
         scores, backward = jax.vjp(logits, params)
         drawn = jax.random.categorical(first, scores)
@@ -101,10 +100,9 @@ def ggn_diagonal(logits: Callable[[Any], Array], params: Any, key: Array, *, sam
         sign = jax.random.rademacher(second, (scores.shape[0], 1), scores.dtype)
         (pulled,) = backward(sign * residual)
         scale = 1 / (samples * scores.shape[0])
-        return jax.tree.map(lambda t, g: t + scale * jnp.square(g), total, pulled), None
+        return jax.tree.map(lambda g: scale * jnp.square(g), pulled)
 
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    return jax.lax.scan(one, zeros, jax.random.split(key, int(samples)))[0]
+    return _total("ggn_diagonal", part, params, key, samples)
 
 
 def network_operator(diagonal: Any, *, per_layer: bool = False, damping: float = 0.1, safety: float = 1.0) -> Diagonal:

@@ -34,7 +34,7 @@ from jaxcomp.smoothness.operator import (
 )
 from jaxcomp.smoothness.sources import need
 
-__all__ = ["FORMS", "LOSSES", "Collector", "collector", "glm"]
+__all__ = ["FORMS", "LOSSES", "Collector", "check_finite", "check_magnitude", "collector", "glm", "lift_loss", "square"]
 
 FORMS = ("dense", "diagonal", "low_rank", "block")
 LOSSES = {"logistic": 1 / 4, "squared": 1.0, "huber": 1.0, "softmax": 1 / 2}
@@ -48,7 +48,8 @@ def _product(matrix: Any, vector: np.ndarray) -> np.ndarray:
     return np.asarray(matrix @ vector).reshape(-1)
 
 
-def _square(rows: Any) -> Any:
+def square(rows: Any) -> Any:
+    """The square of each entry of dense or sparse rows."""
     return rows.multiply(rows) if hasattr(rows, "multiply") else rows * rows
 
 
@@ -146,7 +147,7 @@ class DiagonalCollector(Collector):
     def add(self, rows):
         self.count += rows.shape[0]
         if self.steps_done == 0:
-            self.squares += np.asarray(_square(rows).sum(0)).reshape(-1)
+            self.squares += np.asarray(square(rows).sum(0)).reshape(-1)
             nonzero = np.diff(rows.indptr) if hasattr(rows, "indptr") else np.count_nonzero(rows, axis=1)
             self.most_nonzeros = max(self.most_nonzeros, int(nonzero.max(initial=0)))
         else:
@@ -343,7 +344,7 @@ def glm(
         return glm(list(rows), loss=loss, l2=l2, form=form, rank=rank, blocks=blocks, classes=classes)
     if rows.ndim != 2 or 0 in rows.shape:
         raise ValueError(f"smoothness: features must be [rows, features], neither of them 0; got shape {rows.shape}")
-    check_finite(rows)
+    check_magnitude(rows)
     one = collector(form, rows.shape[1], loss=loss, l2=l2, rank=rank, blocks=blocks)()
     for done in range(one.passes):
         if done:
@@ -363,12 +364,17 @@ def check_room(form: str, d: int) -> None:
         )
 
 
-def check_finite(rows: Any) -> None:
-    """Raises ValueError if dense or sparse rows hold NaN, infinities, or numbers whose squares f64 cannot hold."""
+def check_finite(rows: Any) -> np.ndarray:
+    """The numbers of dense or sparse rows; ValueError for NaN and infinities, which no scale makes finite."""
     values = rows.data if hasattr(rows, "indptr") else rows
     if not np.all(np.isfinite(values)):
         raise ValueError("smoothness: features must be finite; got NaN or infinity")
-    largest = np.max(np.abs(values), initial=0)
+    return values
+
+
+def check_magnitude(rows: Any) -> None:
+    """Raises ValueError if rows are not finite, or hold numbers whose squares f64 cannot hold."""
+    largest = np.max(np.abs(check_finite(rows)), initial=0)
     if largest > LARGEST:
         raise ValueError(
             f"smoothness: features must be at most {LARGEST:g} in magnitude, so that sums of their squares are finite; "

@@ -5,29 +5,21 @@ every few seconds, so that an interrupted pass goes on where it was.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from jaxcomp.smoothness.estimate import Collector, check_finite, collector, lift_loss
+from jaxcomp.smoothness.estimate import Collector, check_finite, check_magnitude, collector, lift_loss, square
 from jaxcomp.smoothness.operator import Blocks, DenseMatrix, Diagonal, LowRank, Operator, Softmax, stack
 from jaxcomp.smoothness.sources import BROKEN, Source, assign
-from jaxcomp.smoothness.store import describe, load, save
+from jaxcomp.smoothness.store import describe, load, read_arrays, save, write_arrays
 
-__all__ = ["Scan", "mean_lambda_max", "preprocess", "scaled_rows"]
+__all__ = ["mean_lambda_max", "preprocess", "scaled_rows"]
 
 LABELS = ((-1.0, 1.0), (0.0, 1.0), (1.0, 2.0))
-
-
-class Scan(NamedTuple):
-    """Result of one pass over the data: norms [N] and labels [N] of all rows."""
-
-    norms: np.ndarray
-    labels: np.ndarray
 
 
 def scaled_rows(rows: Any) -> Any:
@@ -41,28 +33,21 @@ def scaled_rows(rows: Any) -> Any:
     return rows / np.where(largest > 0, largest, 1)[:, None]
 
 
-def check_scalable(rows: Any) -> None:
-    """Raises ValueError for NaN and infinities, which no scale makes finite."""
-    if not np.all(np.isfinite(rows.data if hasattr(rows, "indptr") else rows)):
-        raise ValueError("smoothness: features must be finite; got NaN or infinity")
-
-
-def _scan(source: Source, scale: bool = False, show: Callable[[int], None] = lambda rows: None) -> Scan:
-    """Norms and labels of all rows, which are checked to be finite."""
+def _scan(source: Source, scale: bool, show: Callable[[int], None]) -> tuple[np.ndarray, np.ndarray]:
+    """Norms [N] and labels [N] of all rows, which are checked to be finite."""
     norms, labels, done = [], [], 0
     for rows, y in source.chunks():
         if scale:
-            check_scalable(rows)
+            check_finite(rows)
             rows = scaled_rows(rows)
-        check_finite(rows)
-        squares = rows.multiply(rows) if hasattr(rows, "multiply") else rows * rows
-        norms.append(np.sqrt(np.asarray(squares.sum(1)).reshape(-1)))
+        check_magnitude(rows)
+        norms.append(np.sqrt(np.asarray(square(rows).sum(1)).reshape(-1)))
         labels.append(y)
         done += len(y)
         show(done)
     if not done:
         raise ValueError("the data has no rows")
-    return Scan(np.concatenate(norms), np.concatenate(labels))
+    return np.concatenate(norms), np.concatenate(labels)
 
 
 def classes_of(labels: np.ndarray, loss: str) -> int | None:
@@ -126,18 +111,14 @@ class Pass:
         arrays = {"key": np.array(self.key), "turn": np.array(self.turn), "row": np.array(self.row)}
         for i, one in enumerate(self.collectors):
             arrays |= {f"{i}/{name}": value for name, value in one.arrays().items()}
-        draft = Path(f"{self.partial}.tmp")
-        with draft.open("wb") as file:
-            np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
-        os.replace(draft, self.partial)
+        write_arrays(self.partial, arrays)
 
     def resume(self) -> bool:
         """Takes up what an interrupted pass with the same options left; True if there was one."""
         try:
-            with self.partial.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-                if str(file["key"]) != self.key:
-                    return False
-                content = {name: file[name] for name in file.files}  # all of it, before anything is taken up
+            content = read_arrays(self.partial)  # all of it, before anything is taken up
+            if str(content["key"]) != self.key:
+                return False
         except BROKEN:
             return False
         for i, one in enumerate(self.collectors):
@@ -233,13 +214,13 @@ def preprocess(
     }
     if out.exists():
         return _made_before(out, options)
-    found = _scan(source, scale, lambda rows: show("reading", rows, 0))
-    classes = classes_of(found.labels, loss)
-    if l2 == 0 and not np.any(found.norms):
+    norms, labels = _scan(source, scale, lambda rows: show("reading", rows, 0))
+    classes = classes_of(labels, loss)
+    if l2 == 0 and not np.any(norms):
         raise ValueError(
             "the squares of all features are zero, and so are the smoothness matrices with l2 = 0; give l2 (--l2)"
         )
-    owner = assign(split, found.norms, found.labels, workers, seed=seed, concentration=concentration)
+    owner = assign(split, norms, labels, workers, seed=seed, concentration=concentration)
     run = Pass(make, owner, workers, Path(f"{out}.partial"), json.dumps(options, sort_keys=True))
     run.resume()
     passes = run.collectors[0].passes

@@ -7,6 +7,7 @@ only here, when they are needed.
 """
 
 import bz2
+import contextlib
 import gzip
 import hashlib
 import io
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["BROKEN", "SPLITS", "Source", "assign", "digest_of", "open_source"]
+__all__ = ["BROKEN", "SPLITS", "Source", "assign", "digest_of", "open_source", "refusing"]
 
 CHUNK_ROWS = 4096
 KEPT_BYTES = 1 << 28  # of parsed LIBSVM text that are kept for the passes that follow
@@ -46,6 +47,17 @@ BROKEN = (
     zipfile.BadZipFile,
     zlib.error,
 )
+
+
+@contextlib.contextmanager
+def refusing(said: str) -> Iterator[None]:
+    """Inside, what a damaged file raises becomes a ValueError that begins with these words."""
+    try:
+        yield
+    except BROKEN as error:
+        raise ValueError(f"{said}: {error}") from None
+
+
 OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".bz2": bz2.open, ".gz": gzip.open}
 
 
@@ -128,10 +140,8 @@ def _open(data: Any, labels: np.ndarray | None, num_features: int | None) -> Sou
 
 def _array(path: str | Path) -> np.ndarray:
     """The array of a .npy file, mapped into memory."""
-    try:
+    with refusing(f"{path} is not a .npy file"):
         return np.lib.format.open_memmap(path, mode="r")
-    except BROKEN as error:
-        raise ValueError(f"{path} is not a .npy file: {error}") from None
 
 
 def _of_arrays(rows: Any, labels: Any, digest: str) -> Source:
@@ -154,15 +164,12 @@ def _of_arrays(rows: Any, labels: Any, digest: str) -> Source:
 
 
 def _npz(path: Path, labels: Any) -> tuple[Any, Any]:
-    try:
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            if "indptr" in file:
-                return need("scipy.sparse", "reading a sparse .npz").load_npz(path), labels
-            if "X" in file:
-                return file["X"], file["y"] if "y" in file and labels is None else labels
-            names = ", ".join(file.files)
-    except BROKEN as error:
-        raise ValueError(f"cannot read {path}: {error}") from None
+    with refusing(f"cannot read {path}"), path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+        if "indptr" in file:
+            return need("scipy.sparse", "reading a sparse .npz").load_npz(path), labels
+        if "X" in file:
+            return file["X"], file["y"] if "y" in file and labels is None else labels
+        names = ", ".join(file.files)
     raise ValueError(f"{path} has no array X (and y); it has {names}")
 
 

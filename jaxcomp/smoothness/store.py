@@ -1,7 +1,8 @@
 """Smoothness operators in one file: arrays, and where they come from.
 
 A NumPy .npz with the operator's arrays and a JSON text: format version, form, shape, dtype, and the
-provenance of the preprocessing pass (hash of the data, split, loss, l2, library version).
+provenance of the preprocessing pass (hash of the data, split, loss, l2, library version). `read_arrays` and
+`write_arrays` serve other files of arrays, too.
 """
 
 import contextlib
@@ -15,9 +16,9 @@ import jax
 import numpy as np
 
 from jaxcomp.smoothness.operator import Blocks, DenseMatrix, Diagonal, LowRank, Operator, Softmax
-from jaxcomp.smoothness.sources import BROKEN, digest_of
+from jaxcomp.smoothness.sources import digest_of, refusing
 
-__all__ = ["describe", "form_of", "load", "save"]
+__all__ = ["describe", "form_of", "load", "read_arrays", "save", "write_arrays"]
 
 VERSION = 1
 # The words of the files, which outlive the names of the types.
@@ -56,10 +57,23 @@ def save(path: str | Path, operator: Operator, **provenance: Any) -> None:
         "provenance": provenance,
     }
     arrays = {f"array_{i}": np.asarray(a) for i, a in enumerate(jax.tree.leaves(operator))}
+    write_arrays(path, {"header": np.array(json.dumps(content)), **arrays})
+
+
+def write_arrays(path: str | Path, arrays: dict[str, Any]) -> None:
+    """Writes arrays as .npz, whole or not at all, and on the disk when this returns."""
     draft = Path(f"{path}.tmp")
-    with draft.open("wb") as file:
-        np.savez(file, header=np.array(json.dumps(content)), **arrays)  # pyright: ignore[reportArgumentType]
+    with draft.open("wb") as out:
+        np.savez(out, **arrays)
+        out.flush()
+        os.fsync(out.fileno())
     os.replace(draft, path)
+
+
+def read_arrays(path: str | Path) -> dict[str, np.ndarray]:
+    """The arrays of a file. Raises one of BROKEN if it is none."""
+    with Path(path).open("rb") as raw, np.load(raw, allow_pickle=False) as kept:
+        return {name: kept[name] for name in kept.files}
 
 
 @contextlib.contextmanager
@@ -68,12 +82,10 @@ def _opened(path: str | Path) -> Iterator[tuple[dict[str, Any], Any]]:
     if not Path(path).is_file():
         raise ValueError(f"smoothness.load: no file {path}")
     with Path(path).open("rb") as raw:
-        try:
+        with refusing(f"smoothness.load: {path} is not a file of smoothness.save"):
             file = np.load(raw, allow_pickle=False)
             header = json.loads(str(file["header"]))
             version = header["version"]
-        except BROKEN as error:
-            raise ValueError(f"smoothness.load: {path} is not a file of smoothness.save: {error}") from None
         if version != VERSION:
             raise ValueError(f"smoothness.load: {path} has format version {version}; this library reads {VERSION}")
         yield header, file
@@ -108,7 +120,7 @@ def load(path: str | Path, *, shape: tuple[int, ...] | None = None, data: Any = 
         kept = header["provenance"].get("digest")
         if data is not None and digest_of(data) != kept:
             raise ValueError(f"smoothness.load: {path} was made from other data (hash {str(kept)[:12]}...)")
-        try:
+        with refusing(f"smoothness.load: {path} is damaged"):
             form = FORMS[header["form"]]
             fields = len(form._fields) if header["inner"] is None else len(FORMS[header["inner"]]._fields) + 2
             arrays = [file[f"array_{i}"] for i in range(fields)]
@@ -118,8 +130,6 @@ def load(path: str | Path, *, shape: tuple[int, ...] | None = None, data: Any = 
                 operator = form(*arrays)
             if not all(np.all(np.isfinite(a)) for a in arrays):
                 raise ValueError("an array in it is not finite")
-        except BROKEN as error:
-            raise ValueError(f"smoothness.load: {path} is damaged: {error}") from None
     if list(np.shape(operator.diag)) != header["shape"]:
         raise ValueError(f"smoothness.load: {path} is damaged: shape {np.shape(operator.diag)}")
     return operator

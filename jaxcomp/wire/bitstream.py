@@ -19,7 +19,6 @@ __all__ = [
     "stream_bytes",
     "unpack_bits",
     "unpack_words",
-    "words_of",
 ]
 
 CHUNK = 1 << 16  # values at a time; a multiple of 32, so each chunk starts on a word
@@ -37,14 +36,9 @@ def stream_bytes(words: np.ndarray, bits: int) -> bytes:
     return np.ascontiguousarray(words, "<u4").tobytes()[: (int(bits) + 7) // 8]
 
 
-def words_of(data: memoryview | bytes) -> np.ndarray:
-    """Bytes as a stream of words, zeros after the end: u32[ceil(len / 4)]."""
-    return np.frombuffer(bytes(data) + bytes(-len(data) % 4), "<u4")
-
-
 def padded_words(data: memoryview | bytes) -> np.ndarray:
-    """Bytes as words with at least two of zeros behind them, for `fields_at`."""
-    return np.append(words_of(data), np.zeros(2, np.uint32))
+    """Bytes as a stream of words with two of zeros behind them, for `fields_at`."""
+    return np.frombuffer(bytes(data) + bytes(-len(data) % 4 + 8), "<u4")
 
 
 def fields_at(words: np.ndarray, places: np.ndarray, widths: Any) -> np.ndarray:

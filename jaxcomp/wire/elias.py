@@ -1,11 +1,8 @@
 """Elias omega codes on the host: gaps between non-zero levels, and the levels, as a stream of bits.
 
-The code of n >= 1 is written back to front: a 0, and before it, while n > 1, the binary digits of n,
-after which n becomes the number of those digits less one. 1 -> 0, 2 -> 100, 3 -> 110, 4 -> 101000.
-
-A message of levels is, for each non-zero level, the code of its distance from the one before (the
-first counts from -1), a sign bit, and the code of its magnitude. Bits fill bytes from the least
-significant one.
+`codes.stream` has the code. A message of levels is, for each non-zero level, the code of its distance from the one
+before (the first counts from -1), a sign bit, and the code of its magnitude. Bits fill bytes from the least significant
+one.
 
 Where a number ends is known once it is read. So that a stream is not read number by number, the length of a number
 that began there is looked up for every bit of a block; following these finds where the numbers really begin. Blocks
@@ -22,11 +19,10 @@ import numpy as np
 
 from jaxcomp.arrays import bit_length
 from jaxcomp.codes.arrays import scatter_bits
-from jaxcomp.codes.elias import elias_length
 from jaxcomp.wire.bitstream import fields_at, look_ahead, padded_words, stream_bytes
 from jaxcomp.wire.errors import WireError
 
-__all__ = ["Records", "decode_gaps", "decode_levels", "elias_length", "encode_gaps", "encode_levels"]
+__all__ = ["Records", "decode_gaps", "encode_gaps", "encode_levels"]
 
 MOST_DIGITS = 32
 LOOK = 16  # bits of the codes that a table holds
@@ -249,39 +245,17 @@ def _follow_by_four(lengths: np.ndarray, at: int, limit: int, most: int) -> tupl
     return places, int(places[-1]) + int(lengths[places[-1]])
 
 
-def decode_gaps(data: memoryview, count: int, size: int, *, out: np.ndarray | None = None, room: int = 0) -> np.ndarray:
-    """Inverse of `encode_gaps`: int32[count], below size; the first entries of `out` if it is given.
+def decode_gaps(data: memoryview, size: int, out: np.ndarray, *, room: int = 0) -> None:
+    """Inverse of `encode_gaps`: fills `out`, i32[count], with indices below `size`.
 
     Raises:
-        WireError: as `decode_levels`, or bytes are left over.
+        WireError: the stream is not one of so many gaps.
     """
-    if count > 8 * len(data):
-        raise WireError("Elias stream", f"{8 * len(data)} bits", f"long enough for {count} numbers")
-    records = Records(data, count, size, levels=False, room=room)
-    indices, found = np.empty(count, np.int32) if out is None else out, 0
+    if out.size > 8 * len(data):
+        raise WireError("Elias stream", f"{8 * len(data)} bits", f"long enough for {out.size} numbers")
+    records, found = Records(data, out.size, size, levels=False, room=room), 0
     for block, _ in records:
-        indices[found : found + block.size] = block
+        out[found : found + block.size] = block
         found += block.size
     if records.used != len(data):
-        raise WireError("Elias stream", f"{len(data)} bytes", f"the {records.used} that {count} gaps need")
-    return indices
-
-
-def decode_levels(data: memoryview, count: int, size: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Inverse of `encode_levels`.
-
-    Args:
-        data: bytes that start with the stream; may be longer.
-        count: number of non-zero levels.
-        size: number of levels n.
-
-    Returns:
-        Indices of the non-zero levels, their zigzag codes, and the number of bytes read.
-
-    Raises:
-        WireError: the stream ends early, an index is not below n, a number is too large, or padding is set.
-    """
-    records = Records(data, count, size, levels=True)
-    blocks = [(np.zeros(0, np.int64), np.zeros(0, np.uint32)), *records]
-    indices, codes = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
-    return indices, codes, records.used
+        raise WireError("Elias stream", f"{len(data)} bytes", f"the {records.used} that {out.size} gaps need")

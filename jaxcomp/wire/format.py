@@ -11,17 +11,22 @@ Numbers are little-endian, as on every machine that JAX runs on.
 """
 
 import math
+from collections.abc import Collection
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp.wire.errors import WireError
 from jaxcomp.wire.frame import Reader, Writer, varint
-from jaxcomp.wire.limits import MAX_BYTES, MAX_DIMS
+from jaxcomp.wire.limits import MAX_BYTES, MAX_DIMS, MAX_GROUPS
 
 __all__ = [
     "ARRAY",
     "DTYPES",
+    "FLOATS",
+    "check_array",
+    "check_words",
     "dtype_code",
     "is_float",
     "raw",
@@ -64,6 +69,23 @@ FLOATS = {dtype for dtype in DTYPES if jnp.issubdtype(dtype, jnp.floating)}
 def is_float(dtype: np.dtype) -> bool:
     """Whether it is one of the floats that arrays of a message may have."""
     return dtype in FLOATS
+
+
+def check_array(field: str, array: Any, dtypes: Collection[np.dtype | type], ndim: int, allowed: str) -> None:
+    """Raises WireError unless it is an array of one of these dtypes and so many dimensions."""
+    if not isinstance(array, np.ndarray) or array.ndim != ndim or array.dtype not in dtypes:
+        got = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise WireError(field, got, allowed)
+
+
+def check_words(name: str, words: Any) -> None:
+    """Raises WireError unless these are codes of 1 to 32 bits in the layout of `packing.pack`."""
+    check_array(f"{name}.words", words, [np.uint32], 2, "u32[w, ceil(n / 32)]")
+    width, groups = words.shape
+    if not 1 <= width <= 32:
+        raise WireError(f"{name} width", width, "1 .. 32")
+    if groups > MAX_GROUPS:
+        raise WireError(f"{name} groups", groups, f"at most {MAX_GROUPS}")
 
 
 def dtype_code(dtype: np.dtype) -> int:

@@ -162,8 +162,10 @@ class Reader:
             raise WireError(field, "1 bytes", "at most the 0 bytes left")
         return self.body[self.position]
 
-    def byte(self, field: str) -> int:
+    def byte(self, field: str, low: int = 0, high: int = 255) -> int:
         value = self.peek(field)
+        if not low <= value <= high:
+            raise WireError(field, value, f"{low} .. {high}")
         self.position += 1
         return value
 

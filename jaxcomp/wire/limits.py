@@ -18,6 +18,7 @@ __all__ = [
     "MAX_BYTES",
     "MAX_DEPTH",
     "MAX_DIMS",
+    "MAX_GROUPS",
     "MAX_LEAVES",
     "MAX_STREAM",
     "PAD_BYTES",
@@ -30,6 +31,7 @@ __all__ = [
 
 MAX_DEPTH = 8
 MAX_DIMS = 8
+MAX_GROUPS = 2**36  # of 32 codes
 MAX_LEAVES = 4096
 MAX_STREAM = 2**27  # bytes of a key or level stream: its bits are counted in i32
 MAX_BYTES = 2**48  # of an array, zero dimensions counted as one

@@ -16,8 +16,10 @@ from jaxcomp.codes.huffman import CHUNK, CHUNK_BITS, LENGTH_BITS, LIMIT, USED_BI
 from jaxcomp.codes.keys import MAX_KEYS
 from jaxcomp.wire.bitstream import SOME, fields_at, look_ahead, padded_words
 from jaxcomp.wire.errors import WireError
+from jaxcomp.wire.frame import Reader
+from jaxcomp.wire.limits import MAX_STREAM
 
-__all__ = ["Keys", "Symbols"]
+__all__ = ["Keys", "Symbols", "read_keys"]
 
 MANY = 64  # chunks from which on decoding them all at once is faster than one code after the other
 GROUP = 128  # chunks that are decoded at once
@@ -301,6 +303,11 @@ class Keys:
         if sums.max() >= self.limit:
             raise WireError(f"{self.field} key", int(sums.max()), f"below {self.limit}")
         return sums, int(ends[-1])
+
+
+def read_keys(reader: Reader, field: str, count: int, limit: int) -> Keys:
+    """So many keys, all below the limit, of the stream that begins here."""
+    return Keys(field, reader.stream(field, MAX_STREAM - 1), count, limit)
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:

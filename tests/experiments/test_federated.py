@@ -19,8 +19,8 @@ from experiments.federated.deploy import Federation
 from experiments.federated.plan import HOSTILE, asked_of, plan_of, tampered
 from experiments.lib.cli import UserError
 from jaxcomp.federated import Member, Server
-from jaxcomp.federated.checkpoint import read_arrays
 from jaxcomp.federated.flower import RECORD, FlowerRounds, members_mod
+from jaxcomp.smoothness.store import read_arrays
 
 ROOT = Path(__file__).parents[2]
 D = 60

@@ -166,7 +166,7 @@ def test_files_without_tokens_patience_and_weights_are_read(tmp_path):
     """As they were before answers had tokens."""
     import json
 
-    from jaxcomp.federated.checkpoint import read_arrays, written
+    from jaxcomp.smoothness.store import read_arrays, write_arrays
 
     server, members = made(), {name: Member(tmp_path / f"member-{name}") for name in ROSTER}
     for _ in range(3):
@@ -177,7 +177,7 @@ def test_files_without_tokens_patience_and_weights_are_read(tmp_path):
     for _, fields, _ in content["entries"]:
         assert fields.pop("tokens") == 0
     assert [content["options"].pop(name) for name in ("weights", "patience")] == ["volumes", 1]
-    written(tmp_path / "old", arrays | {"header": np.array(json.dumps(content))})
+    write_arrays(tmp_path / "old", arrays | {"header": np.array(json.dumps(content))})
     again = made()
     load(tmp_path / "old", again)
     assert again.point.tobytes() == server.point.tobytes()
@@ -185,5 +185,5 @@ def test_files_without_tokens_patience_and_weights_are_read(tmp_path):
         load(tmp_path / "server", made(weights="tokens"))
     kept = read_arrays(tmp_path / "member-a")
     assert kept.pop("tokens") == 0
-    written(tmp_path / "member", kept)
+    write_arrays(tmp_path / "member", kept)
     assert Member(tmp_path / "member").memory.tobytes() == Member(tmp_path / "member-a").memory.tobytes()

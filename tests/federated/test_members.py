@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from conservation import exact, remembered
-from variants import variants
+from conservation import answered
 
 import jaxcomp as jc
 from jaxcomp.federated import Answer, Member, OutOfStep, Server, largest, parted
@@ -23,15 +22,6 @@ def vector(*values, size=D):
 
 def sparse(indices, values):
     return jc.wire.encode(Sparse(np.float32(values), np.int32(indices)))
-
-
-def answered(server, members, here=None, away=lambda name, point: point):
-    """A round of everyone: `away` says where a member's own steps lead."""
-    tasks = server.open(members if here is None else here)
-    for name, task in tasks.items():
-        point = members[name].take(task)
-        assert server.receive(name, members[name].answer(task, away(name, point))) == ""
-    return server.close()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -378,103 +368,6 @@ def test_a_member_survives_its_death_at_any_moment(tmp_path):
     file.write_bytes(b"no archive")
     with pytest.raises(ValueError, match="is not the file of a member"):
         Member(file)
-
-
-class Watched(Server):
-    """Keeps what was used, as exact fractions."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.delivered = np.array([Fraction(0)] * self.point.size)
-
-    def _moved(self, parts):
-        self.parts = parts
-        return super()._moved(parts)
-
-    def _move(self, used, limit):
-        skipped = super()._move(used, limit)
-        if not skipped:
-            for _, (values, indices) in self.parts:
-                for index, value in zip(indices, values, strict=True):
-                    self.delivered[index] += Fraction(float(value))
-        return skipped
-
-
-@pytest.mark.parametrize("late", variants(["use", "drop"], {"use"}))
-def test_memories_and_deliveries_add_up_over_every_change(tmp_path, late):
-    """120 rounds of deaths, leaves, returns, joins, stragglers, refusals; sums in exact fractions."""
-    rng = np.random.default_rng(7)
-    names = list("abcdef")
-    server = Watched(
-        rng.standard_normal(D), {name: 10 ** rng.integers(0, 3) for name in names}, 0.3, late=late, down=0.5
-    )
-    members = {name: Member(tmp_path / name) for name in names}
-    goal, made, slow = rng.standard_normal(D), exact(np.zeros(D)), []
-    here, events = set("abc"), dict.fromkeys(("death", "leave", "join", "late", "between", "bad"), 0)
-
-    def check():
-        held = sum((exact(x) for _, x in server._held), exact(np.zeros(D)))
-        total = sum((remembered(server, name, member) for name, member in members.items()), exact(np.zeros(D)))
-        assert np.all(total + held + server.delivered == made)
-
-    for _ in range(120):
-        for name in names:
-            if rng.random() < 0.1 and name not in here:
-                here.add(name)
-                events["join"] += 1
-        arriving, slow = slow, []
-        for name, task in server.open(here).items():
-            member = members[name]
-            try:
-                point = member.take(task)
-            except OutOfStep:
-                raise AssertionError("a member kept its point") from None
-            fate = rng.random()
-            if fate < 0.08:  # dies before it has done anything
-                members[name] = Member(tmp_path / name)
-                server.lost(name)
-                events["death"] += 1
-                check()
-                continue
-            before = exact(member.memory)
-            if fate < 0.14:
-                data = member.leave(task)
-                here.discard(name)
-                events["leave"] += 1
-            else:
-                scale = 10.0 ** rng.integers(-3, 2) if fate > 0.9 else 1.0
-                away = point - scale * 0.2 * (point - goal + 0.1 * rng.standard_normal(D)).astype(np.float32)
-                data = member.answer(task, away)
-            made = made + exact(member.memory) - before
-            if 0.2 < fate < 0.28:  # dies with its answer on disk, not sent
-                members[name] = Member(tmp_path / name)
-                here.discard(name)
-                events["death"] += 1
-            elif 0.28 < fate < 0.4:
-                slow.append((name, data))
-                events["late"] += 1
-            elif 0.4 < fate < 0.5:
-                assert server.receive(name, data._replace(data=data.data[:-2]))  # arrives damaged, then whole
-                assert server.receive(name, data)
-                events["bad"] += 1
-            else:
-                server.receive(name, data)
-            check()
-        for late_one in arriving[::2]:
-            server.receive(*late_one)
-        check()
-        number = server.close().number
-        check()
-        for name, answer in [*arriving[1::2], *slow[::3]]:  # before the next round opens
-            why = server.receive(name, answer)
-            assert late == "use" or why
-            events["between"] += answer.round == number
-        check()
-        del slow[::3]
-    assert min(events.values()) >= 10, events
-    kinds = sum(server.counts.values(), start=type(server.counts["a"])())
-    assert min(kinds[kind] for kind in ("used", "clipped", "lost", "garbage", "replay")) > 0, kinds
-    assert np.linalg.norm(server.point - goal) < 0.5 * np.linalg.norm(goal)
 
 
 def test_a_member_of_another_version_is_refused_and_learns_nothing(monkeypatch):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conservation import exact, remembered
+from conservation import Watched, answered, exact, remembered
 
 import jaxcomp as jc
 from jaxcomp.exchange.agreement import greeting
@@ -64,6 +64,11 @@ def world(names="abcd", *, server=None, tokens=False, **options):
 def answer(members, name, value=1.0, tokens=0):
     task, point = members[name].task()
     members[name].answer(task, point - np.float32(value) * np.eye(1, D, 0, np.float32)[0], tokens)
+
+
+def hello(options=None):
+    """What a member says that was just started."""
+    return packed({"kind": "hello", "idle": 0.0}, [options or greeting(options_here())])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -204,25 +209,6 @@ def test_patience_is_the_number_of_rounds_that_a_late_answer_is_waited_for():
 # The law
 
 
-class Watched(Server):
-    """Sums of what was used of each member, exact; and the weighted mean of each round, by itself."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.delivered = {name: exact(np.zeros(self.point.size)) for name in self.counts}
-
-    def _moved(self, parts):
-        self._parts = parts
-        return super()._moved(parts)
-
-    def close(self):
-        self._parts = []
-        result = super().close()
-        for name, message in () if result.skipped else self._parts:
-            self.delivered[name][message.indices] += exact(message.values)
-        return result
-
-
 class Life:
     """One member's process in the simulation: it trains for a while, dies, comes back, leaves."""
 
@@ -273,6 +259,8 @@ class Life:
         if 0.04 < fate < 0.1:  # killed with its answer on disk
             self.events["unsent"] += 1
             return self.kill(rng.uniform(0, 6))
+        if 0.85 < fate < 0.95:  # it arrives damaged, then whole
+            self.part._sent(reply._replace(data=reply.data[:-2]))
         self.part._sent(reply)
         if fate > 0.95:  # and it arrives twice
             self.part._sent(reply)
@@ -321,7 +309,8 @@ def test_nothing_is_lost_or_counted_twice_over_random_arrivals_deaths_and_return
     happened = {kind: sum(life.events[kind] for life in lives) for kind in ("killed", "left", "unsent")}
     counts = sum(server.counts.values(), start=type(server.counts["a"])())
     assert min(happened.values()) >= 1, happened
-    assert min(counts["used"], counts["lost"], counts["replay"]) >= 5, counts
+    assert min(counts[kind] for kind in ("used", "clipped", "lost", "replay")) >= 5, counts
+    assert counts["garbage"] >= 1
     assert counts["late"] >= 5 if late == "drop" else sum(result.late for result in results) >= 5
     assert any(result.missing and result.used for result in results)  # ended by its quorum
     again = start()
@@ -367,7 +356,7 @@ def test_another_version_is_turned_away_in_a_sentence():
     _, room, _, rounds, _ = world("ab")
     other = greeting({**options_here(), "jaxcomp": "0.0.9"})
     link = room.link("b")
-    link.send(["server"], "round-answer", packed({"kind": "hello", "idle": 0.0}, [other]))
+    link.send(["server"], "round-answer", hello(other))
     rounds.step()
     assert "jaxcomp is 0.0.9 on member b" in rounds.turned_away["b"]
     link.receive("round-task", 0)  # the task of before
@@ -431,9 +420,7 @@ def test_a_log_that_was_cut_or_changed(tmp_path):
     start, member = lambda: Server(np.zeros(4), {"a": 1}, 1.0), Member()
     server = Journal(start(), tmp_path / "log")
     for _ in range(2):
-        task = server.open(["a"])["a"]
-        server.receive("a", member.answer(task, member.take(task) - np.float32(1)))
-        server.close()
+        answered(server, {"a": member}, away=lambda _, point: 2 * point - 1)
     server.open(["a"])
     server.finish()
     whole = (tmp_path / "log").read_bytes()
@@ -490,9 +477,7 @@ def test_a_log_that_is_gone_on_with_after_a_kill_gives_up_what_the_server_gave_u
     fresh = start()
     load(tmp_path / "server.npz", fresh)
     server = Journal(fresh, tmp_path / "log")
-    for name, task in server.open("ab").items():
-        server.receive(name, members[name].answer(task, members[name].take(task) - np.float32(2)))
-    assert server.close().used == 2
+    assert answered(server, members, away=lambda _, point: point - 2).used == 2
     server.finish()
     again = start()
     assert [result.used for result in replay(tmp_path / "log", again)] == [1, 2]
@@ -558,9 +543,7 @@ def test_a_log_is_not_overwritten_by_a_server_that_was_not_loaded(tmp_path):
 def test_strangers_begin_no_round():
     clock, room, server, rounds, _ = world("ab")
     for name in ("x", "y"):
-        room.link(name).send(
-            ["server"], "round-answer", packed({"kind": "hello", "idle": 0.0}, [greeting(options_here())])
-        )
+        room.link(name).send(["server"], "round-answer", hello())
     before = server.number
     for _ in range(5):
         rounds.step()
@@ -569,22 +552,16 @@ def test_strangers_begin_no_round():
 
 def test_a_member_that_is_admitted_between_two_saves_is_replayed(tmp_path):
     start = lambda: Server(np.zeros(2), {"a": 1}, 1.0)
-    members = {name: Member() for name in "ac"}
-
-    def played(server, names):
-        for name, task in server.open(names).items():
-            server.receive(name, members[name].answer(task, members[name].take(task) + np.float32([1, 2])))
-        server.close()
-
+    members, away = {name: Member() for name in "ac"}, lambda name, point: 2 * point + np.float32([1, ord(name)])
     journal = Journal(start(), tmp_path / "log")
-    played(journal, "a")
+    answered(journal, members, "a", away)
     journal.admit("c", 3)
     save(tmp_path / "server.npz", journal.server)
     journal.finish()
     server = start()
     load(tmp_path / "server.npz", server)
     journal = Journal(server, tmp_path / "log")
-    played(journal, "ac")
+    answered(journal, members, "ac", away)
     journal.finish()
     again = start()
     assert len(list(replay(tmp_path / "log", again))) == 2
@@ -612,7 +589,7 @@ def test_what_is_nested_deep_or_has_many_keys_ends_nothing(tmp_path):
     deep = b"jaxcomp options " + b"[" * 100_000
     many = greeting({f"key {i}": "x" for i in range(20_000)} | options_here())
     for options in (deep, many):
-        room.link("a").send(["server"], "round-answer", packed({"kind": "hello", "idle": 0.0}, [options]))
+        room.link("a").send(["server"], "round-answer", hello(options))
         rounds.step()
     assert "a" in rounds.here  # of the second, whose other keys are not looked at
     nested = []
@@ -627,6 +604,6 @@ def test_what_is_nested_deep_or_has_many_keys_ends_nothing(tmp_path):
 def test_a_process_that_is_no_member_s_does_not_answer_for_one():
     clock, room, server = Clock(), jc.transports.mailboxes(), Server(np.zeros(D), {"a": 1}, 1.0)
     rounds = Rounds(server, room.link("server"), {"host": "a"}, clock=clock)
-    room.link("a").send(["server"], "round-answer", packed({"kind": "hello", "idle": 0.0}, [greeting(options_here())]))
+    room.link("a").send(["server"], "round-answer", hello())
     rounds.step()
     assert not rounds.here

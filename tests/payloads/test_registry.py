@@ -50,7 +50,6 @@ def signs():
         pack=words.uncoded,
         unpack=words.uncoded_like,
         entries=lambda payload: None,
-        limits=lambda payload, lengths: [None],
     )
     register(family)
     yield family

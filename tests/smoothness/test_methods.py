@@ -31,21 +31,22 @@ def gradient_of(a, b):
     return jax.grad(loss)
 
 
-def in_vmap(run, count, x):
-    make = lambda _: run.init(x)
-    axes = jc.state.state_axes(jax.eval_shape(run.init, x))
-    state = jax.jit(jax.vmap(make, axis_name=AXIS, out_axes=axes))(jnp.arange(N))
-
-    def step(state, a, b):
-        return run.step(state, gradient_of(a, b))
-
-    step = jax.jit(jax.vmap(step, in_axes=(axes, 0, 0), out_axes=(axes, 0), axis_name=AXIS))
+def stepped(run, step, state, count):
+    """Points and bits of so many steps, and the state after them."""
     points, bits = [], []
     for _ in range(count):
-        state, sent = step(state, jnp.asarray(A), jnp.asarray(B))
+        state, sent = jax.block_until_ready(step(state, jnp.asarray(A), jnp.asarray(B)))
         points.append(np.asarray(run.point(state)))
         bits.append(np.asarray(sent))
     return np.stack(points), np.stack(bits), state
+
+
+def in_vmap(run, count, x):
+    axes = jc.state.state_axes(jax.eval_shape(run.init, x))
+    state = jax.jit(jax.vmap(lambda _: run.init(x), axis_name=AXIS, out_axes=axes))(jnp.arange(N))
+    step = lambda state, a, b: run.step(state, gradient_of(a, b))
+    step = jax.jit(jax.vmap(step, in_axes=(axes, 0, 0), out_axes=(axes, 0), axis_name=AXIS))
+    return stepped(run, step, state, count)
 
 
 def in_shard_map(run, count, x):
@@ -57,12 +58,7 @@ def in_shard_map(run, count, x):
         return state, bits[None]
 
     step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, P(AXIS), P(AXIS)), out_specs=(specs, P(AXIS))))
-    points, bits = [], []
-    for _ in range(count):
-        state, sent = jax.block_until_ready(step(state, jnp.asarray(A), jnp.asarray(B)))
-        points.append(np.asarray(run.point(state)))
-        bits.append(np.asarray(sent))
-    return np.stack(points), np.stack(bits), state
+    return stepped(run, step, state, count)
 
 
 def compressors():
@@ -182,7 +178,9 @@ def test_isega_overwrites_what_it_sampled():
     want, shifts = oracle.isega(GRADIENTS, ROOTS, masks, p, X0, 0.1)
     np.testing.assert_allclose(points[-1], want, rtol=1e-8)
     np.testing.assert_allclose(np.reshape(state.local.algorithm.shift, (N, D)), shifts, rtol=1e-8, atol=1e-10)
-    np.testing.assert_allclose(state.shared.algorithm.shift, np.mean(shifts, axis=0), rtol=1e-8, atol=1e-10)
+    np.testing.assert_allclose(
+        np.reshape(state.shared.algorithm.shift, D), np.mean(shifts, axis=0), rtol=1e-8, atol=1e-10
+    )
 
 
 def optimum():
@@ -283,13 +281,7 @@ def test_marina_with_a_prox_solves_the_composite_problem():
     prox, full = jc.prox.l1(0.05), 0.3
     p = jc.smoothness.probabilities(S.diag, 2.0)
     c = jc.precondition(jc.bernoulli(p, per_worker=True), S)
-    run = jc.methods.rounds(jc.methods.marina(c, 0.05, full, prox=prox), AXIS)
-
-    def worker(a, b):
-        body = lambda state, _: (run.step(state, gradient_of(a, b))[0], None)
-        return run.point(jax.lax.scan(body, run.init(jnp.ones(D)), length=3000)[0])
-
-    x = np.asarray(jax.jit(jax.vmap(worker, axis_name=AXIS))(jnp.asarray(A), jnp.asarray(B)))[0]
+    x = in_scan(jc.methods.marina(c, 0.05, full, prox=prox), 3000)
     g = np.mean([gradient(x) for gradient in GRADIENTS], axis=0)
     np.testing.assert_allclose(g[x != 0], -0.05 * np.sign(x[x != 0]), atol=1e-6)
     assert np.all(np.abs(g[x == 0]) <= 0.05 + 1e-9)

@@ -40,6 +40,23 @@ def write_libsvm(path, rows, labels):
         file.write(text)
 
 
+def write(path, rows, labels):
+    """A file of the kind that its name says. Returns the labels where it does not hold them."""
+    if path.name.endswith("sparse.npz"):
+        scipy.sparse.save_npz(path, scipy.sparse.csr_matrix(rows))
+        return labels
+    if path.suffix == ".npy":
+        np.save(path, rows)
+        return labels
+    if path.suffix == ".npz":
+        np.savez(path, X=rows, y=labels)
+    elif path.suffix == ".mat":
+        scipy.io.savemat(path, {"A": rows, "b": labels[:, None]})
+    else:
+        write_libsvm(path, rows, labels)
+    return None
+
+
 @pytest.mark.parametrize(("loss", "curvature"), [("logistic", 0.25), ("squared", 1.0), ("huber", 1.0)])
 @pytest.mark.parametrize("sparse", [False, True])
 def test_dense_form_is_the_formula(loss, curvature, sparse, seed):
@@ -134,20 +151,7 @@ def test_every_file_gives_the_same_operators(suffix, tmp_path, seed):
     rows, labels = data(seed)
     rows[0, -1] = 0.7  # so that LIBSVM text sees every feature
     path = tmp_path / f"data{suffix}"
-    given = None
-    if suffix == ".npy":
-        np.save(path, rows)
-        given = tmp_path / "labels.npy"
-        np.save(given, labels)
-    elif suffix == ".npz":
-        np.savez(path, X=rows, y=labels)
-    elif suffix == "sparse.npz":
-        scipy.sparse.save_npz(path, scipy.sparse.csr_matrix(rows))
-        given = labels
-    elif suffix == ".mat":
-        scipy.io.savemat(path, {"A": rows, "b": labels[:, None]})
-    else:
-        write_libsvm(path, rows, labels)
+    given = write(path, rows, labels)
     source = smoothness.open_source(path, given)
     S = smoothness.preprocess(source, tmp_path / "out.npz", workers=3, l2=0.01, split="sorted", scale=True)
     scaled = rows / np.maximum(np.abs(rows).max(1), 1e-300)[:, None]
@@ -247,16 +251,7 @@ def test_labels_of_their_own_replace_those_of_the_data(suffix, tmp_path, seed):
     rows, labels = data(seed)
     path, own = tmp_path / f"x{suffix}", tmp_path / "own.npy"
     np.save(own, np.arange(60.0))
-    if suffix == ".txt":
-        write_libsvm(path, rows, labels)
-    elif suffix == ".npy":
-        np.save(path, rows)
-    elif suffix == ".npz":
-        np.savez(path, X=rows, y=labels)
-    elif suffix == ".mat":
-        scipy.io.savemat(path, {"X": rows, "y": labels})
-    else:
-        scipy.sparse.save_npz(path, scipy.sparse.csr_matrix(rows))
+    write(path, rows, labels)
     source = smoothness.open_source(path, own)
     np.testing.assert_array_equal(np.concatenate([y for _, y in source.chunks()]), np.arange(60.0))
     np.save(own, np.arange(59.0))
@@ -269,9 +264,7 @@ def test_labels_of_their_own_replace_those_of_the_data(suffix, tmp_path, seed):
 def test_damaged_files_are_named(suffix, damage, tmp_path, seed):
     rows, labels = data(seed)
     path = tmp_path / f"x{suffix}"
-    {".npy": np.save, ".npz": lambda p, x: np.savez(p, X=x), ".mat": lambda p, x: scipy.io.savemat(p, {"X": x})}[
-        suffix
-    ](path, rows)
+    write(path, rows, labels)
     path.write_bytes(damage(path.read_bytes()))
     try:  # what is damaged may still be numbers, which a pass then checks
         (chunk,) = smoothness.open_source(path, labels).chunks()

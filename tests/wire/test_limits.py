@@ -12,14 +12,11 @@ import jaxcomp as jc
 from experiments.bench import wire as bench
 from jaxcomp.payloads import Dense, Leaves, LocalIndices, Quantized, Scaled, Sparse, registry
 from jaxcomp.wire.bitstream import pack_words
-from jaxcomp.wire.elias import decode_levels
 from jaxcomp.wire.frame import FRAME_BYTES, seal, unseal, varint
 from jaxcomp.wire.limits import FREE_BYTES, MAX_LEAVES, PAD_BYTES, PART_BYTES, STREAM_BYTES, missing
 
 NOTHING = bytes([1, 0, 0, 1, 0])  # Dense of no numbers
 CODES = ["fixed", "elias", "best"]
-
-decode_levels(memoryview(bytes(9)), 1, 9)  # makes its table, which no single message is to be charged with
 
 
 def seconds_to_decode(data):
