@@ -12,8 +12,7 @@ import numpy as np
 
 from experiments.federated.account import Counted, exact
 from jaxcomp.federated import Member, Task
-from jaxcomp.smoothness.sources import BROKEN
-from jaxcomp.smoothness.store import read_arrays, write_arrays
+from jaxcomp.files import BROKEN, read_arrays, write_arrays
 
 __all__ = ["Made", "apart", "grown"]
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxcomp.federated import Answer, Member, RoundResult, Server
-from jaxcomp.smoothness.store import read_arrays, write_arrays
+from jaxcomp.files import read_arrays, write_arrays
 
 __all__ = ["UNIT", "Counted", "Sums", "begin", "exact", "sums_of"]
 

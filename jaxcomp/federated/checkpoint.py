@@ -17,8 +17,7 @@ import numpy as np
 
 from jaxcomp.federated.roster import Entry
 from jaxcomp.federated.server import Server
-from jaxcomp.smoothness.sources import refusing
-from jaxcomp.smoothness.store import read_arrays, write_arrays
+from jaxcomp.files import read_arrays, refusing, write_arrays
 
 __all__ = ["load", "save"]
 

@@ -21,9 +21,8 @@ from jaxcomp.federated.messages import (
     whole_of,
 )
 from jaxcomp.federated.options import check_compress
+from jaxcomp.files import read_arrays, refusing, write_arrays
 from jaxcomp.payloads import Dense
-from jaxcomp.smoothness.sources import refusing
-from jaxcomp.smoothness.store import read_arrays, write_arrays
 from jaxcomp.wire import encode
 
 __all__ = ["Member", "OutOfStep"]

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxcomp.files import BROKEN, read_arrays, write_arrays
 from jaxcomp.smoothness.estimate import Collector, check_finite, check_magnitude, collector, lift_loss, square
 from jaxcomp.smoothness.operator import Blocks, DenseMatrix, Diagonal, LowRank, Operator, Softmax, stack
-from jaxcomp.smoothness.sources import BROKEN, Source, assign
-from jaxcomp.smoothness.store import describe, load, read_arrays, save, write_arrays
+from jaxcomp.smoothness.sources import Source, assign
+from jaxcomp.smoothness.store import describe, load, save
 
 __all__ = ["mean_lambda_max", "preprocess", "scaled_rows"]
 

@@ -7,57 +7,23 @@ only here, when they are needed.
 """
 
 import bz2
-import contextlib
 import gzip
 import hashlib
 import io
 import lzma
 import re
-import struct
-import tokenize
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["BROKEN", "SPLITS", "Source", "assign", "digest_of", "open_source", "refusing"]
+from jaxcomp.files import refusing
+
+__all__ = ["SPLITS", "Source", "assign", "digest_of", "open_source"]
 
 CHUNK_ROWS = 4096
 KEPT_BYTES = 1 << 28  # of parsed LIBSVM text that are kept for the passes that follow
-# What is raised for a damaged .npy or .npz: one byte may turn a file into one of another compression method, or an
-# encrypted one.
-BROKEN = (
-    ArithmeticError,
-    AttributeError,
-    IndexError,
-    MemoryError,
-    RuntimeError,
-    lzma.LZMAError,
-    struct.error,
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    EOFError,
-    SyntaxError,
-    tokenize.TokenError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
-
-
-@contextlib.contextmanager
-def refusing(said: str) -> Iterator[None]:
-    """Inside, what a damaged file raises becomes a ValueError that begins with these words."""
-    try:
-        yield
-    except BROKEN as error:
-        raise ValueError(f"{said}: {error}") from None
-
-
 OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".bz2": bz2.open, ".gz": gzip.open}
 
 

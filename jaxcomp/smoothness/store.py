@@ -1,13 +1,11 @@
 """Smoothness operators in one file: arrays, and where they come from.
 
 A NumPy .npz with the operator's arrays and a JSON text: format version, form, shape, dtype, and the
-provenance of the preprocessing pass (hash of the data, split, loss, l2, library version). `read_arrays` and
-`write_arrays` serve other files of arrays, too.
+provenance of the preprocessing pass (hash of the data, split, loss, l2, library version).
 """
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcomp.files import refusing, write_arrays
 from jaxcomp.smoothness.operator import Blocks, DenseMatrix, Diagonal, LowRank, Operator, Softmax
-from jaxcomp.smoothness.sources import digest_of, refusing
+from jaxcomp.smoothness.sources import digest_of
 
-__all__ = ["describe", "form_of", "load", "read_arrays", "save", "write_arrays"]
+__all__ = ["describe", "form_of", "load", "save"]
 
 VERSION = 1
 # The words of the files, which outlive the names of the types.
@@ -34,9 +33,10 @@ FORMS: dict[str, Any] = {
 def form_of(operator: Operator) -> str:
     """The word for the form of an operator, as `describe` says it: "Dense", "Diagonal", "LowRank", "Blocks", "Softmax".
 
-    >>> from jaxcomp.smoothness.operator import diagonal_of
-    >>> form_of(diagonal_of(np.ones(3)))
-    'Diagonal'
+        >>> from jaxcomp.files import refusing, write_arrays
+    from jaxcomp.smoothness.operator import diagonal_of
+        >>> form_of(diagonal_of(np.ones(3)))
+        'Diagonal'
     """
     return next(word for word, form in FORMS.items() if isinstance(operator, form))
 
@@ -58,22 +58,6 @@ def save(path: str | Path, operator: Operator, **provenance: Any) -> None:
     }
     arrays = {f"array_{i}": np.asarray(a) for i, a in enumerate(jax.tree.leaves(operator))}
     write_arrays(path, {"header": np.array(json.dumps(content)), **arrays})
-
-
-def write_arrays(path: str | Path, arrays: dict[str, Any]) -> None:
-    """Writes arrays as .npz, whole or not at all, and on the disk when this returns."""
-    draft = Path(f"{path}.tmp")
-    with draft.open("wb") as out:
-        np.savez(out, **arrays)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(draft, path)
-
-
-def read_arrays(path: str | Path) -> dict[str, np.ndarray]:
-    """The arrays of a file. Raises one of BROKEN if it is none."""
-    with Path(path).open("rb") as raw, np.load(raw, allow_pickle=False) as kept:
-        return {name: kept[name] for name in kept.files}
 
 
 @contextlib.contextmanager

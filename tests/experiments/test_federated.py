@@ -20,7 +20,7 @@ from experiments.federated.plan import HOSTILE, asked_of, plan_of, tampered
 from experiments.lib.cli import UserError
 from jaxcomp.federated import Member, Server
 from jaxcomp.federated.flower import RECORD, FlowerRounds, members_mod
-from jaxcomp.smoothness.store import read_arrays
+from jaxcomp.files import read_arrays
 
 ROOT = Path(__file__).parents[2]
 D = 60

@@ -166,7 +166,7 @@ def test_files_without_tokens_patience_and_weights_are_read(tmp_path):
     """As they were before answers had tokens."""
     import json
 
-    from jaxcomp.smoothness.store import read_arrays, write_arrays
+    from jaxcomp.files import read_arrays, write_arrays
 
     server, members = made(), {name: Member(tmp_path / f"member-{name}") for name in ROSTER}
     for _ in range(3):
