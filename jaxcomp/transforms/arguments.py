@@ -23,7 +23,6 @@ from jaxcomp.exchange.axes import axis_names
 __all__ = [
     "Call",
     "Fixed",
-    "Given",
     "Trained",
     "call_of",
     "check_all_trained",
@@ -293,28 +292,20 @@ def write_back(tree: Any, rest: Sequence[bool], old: list[Any], new: list[Any]) 
 # Batch and keywords
 
 
-class Given(NamedTuple):
-    """The arrays of a call. cut: of the batch. whole: equal on all workers. state: of variables of Flax NNX."""
-
-    cut: list[Any]
-    whole: list[Any]
-    state: list[Any]
-
-
 class Call(NamedTuple):
     """How the arguments of a loss are put together again. Static.
 
-    structure: of (batch, named). places: where each leaf is: "cut", "whole", "key" (in `Given.whole`, another one for
-    each worker), "state", or `Fixed`.
+    structure: of (batch, named). places: where each leaf is: "cut" (of the batch), "whole" (equal on all workers),
+    "key" (among these, another one for each worker), "state" (of variables of Flax NNX), or `Fixed`.
     """
 
     structure: Any
     places: tuple[Any, ...]
 
-    def join(self, given: Given) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def join(self, cut: list[Any], whole: list[Any], state: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(batch, named) with these arrays."""
-        cut, whole, state = map(iter, given)
-        of = {"cut": cut, "whole": whole, "key": whole, "state": state}
+        of = {"cut": iter(cut), "whole": iter(whole), "state": iter(state)}
+        of["key"] = of["whole"]
         leaves = [place.value if isinstance(place, Fixed) else next(of[place]) for place in self.places]
         return jax.tree.unflatten(self.structure, leaves)
 
@@ -325,8 +316,13 @@ class Call(NamedTuple):
 
     @property
     def are_keys(self) -> list[bool]:
-        """Whether each of `Given.whole` is split."""
+        """Whether each of the whole arrays is split."""
         return [place == "key" for place in self.places if place in ("whole", "key")]
+
+    @property
+    def num_states(self) -> int:
+        """Number of arrays of variables of Flax NNX."""
+        return self.places.count("state")
 
 
 def call_of(
@@ -335,8 +331,8 @@ def call_of(
     keys: tuple[str, ...] | None,
     batch: tuple[Any, ...],
     named: Mapping[str, Any],
-) -> tuple[Call, Given]:
-    """Sorts the arguments of a loss.
+) -> tuple[Call, list[Any], list[Any], list[Any]]:
+    """Sorts the arguments of a loss: how they are put together again, and the arrays that are cut, whole, and states.
 
     Args:
         name: of the outer form, for errors.
@@ -380,7 +376,7 @@ def call_of(
     leaves, structure = jax.tree_util.tree_flatten_with_path(arguments)
     call = Call(structure, tuple(place(path, leaf) for path, leaf in leaves))
     pick = lambda *places: call.pick(arguments, *places)
-    return call, Given(pick("cut"), pick("whole", "key"), pick("state"))
+    return call, pick("cut"), pick("whole", "key"), pick("state")
 
 
 def weight_of(weight: Callable[..., Any], batch: Sequence[Any], named: Mapping[str, Any]) -> Any:

@@ -29,11 +29,10 @@ from jaxcomp.exchange.axes import Axis, axis_names, is_bound
 from jaxcomp.exchange.state import state_dataclass
 from jaxcomp.state.moments import LocalMomentsState
 from jaxcomp.state.specs import init_state, names_of, state_specs
-from jaxcomp.transforms.arguments import Call, Given, Trained, call_of, check_cut
+from jaxcomp.transforms.arguments import Trained, call_of, check_cut
 from jaxcomp.transforms.local_updates import LocalUpdatesState, local_updates
 from jaxcomp.transforms.meshes import (
     DATA,
-    check_kept,
     find_devices,
     find_mesh,
     find_specs,
@@ -44,7 +43,7 @@ from jaxcomp.transforms.meshes import (
     warn_if_alone,
     without,
 )
-from jaxcomp.transforms.worker_gradients import Loss, WorkerResult, check_loss_options, own_gradients
+from jaxcomp.transforms.worker_gradients import Inputs, Loss, Problem, WorkerResult, check_loss_options, own_gradients
 
 __all__ = ["LocalSteps", "LocalStepsState", "local_steps"]
 
@@ -148,17 +147,18 @@ class LocalSteps:
             raise ValueError(f"{NAME}: inside shard_map or vmap over {self.workers} use jc.local_updates")
         mesh = find_mesh(NAME, self.mesh, self.workers, own, batch, named) if self.workers else None
         _check_own(own, state.point, 1 if mesh is None else _count(mesh, self.owners))
-        call, given = call_of(NAME, self.loss.batch, self.loss.keys, batch, named)
-        if given.state:
+        call, cut, whole, state_of_variables = call_of(NAME, self.loss.batch, self.loss.keys, batch, named)
+        if state_of_variables:
             raise TypeError(
                 f"{NAME}: keyword arguments must be arrays or fixed; got Flax NNX variables. Give random keys"
             )
+        problem, inputs = Problem(self.loss, Trained(None, ()), call), Inputs(own, [], cut, whole)
         if mesh is None:
-            out = _alone(self, call, own, state, given)
+            out = _alone(self, problem, inputs, state)
             warn_if_alone(NAME, names_of(self.axis), self.axis_is_named)
             return out
         check_cut(NAME, self.loss.batch, batch, named, call, mesh, self.workers)
-        return _on_mesh(self, call, mesh, own, state, given)
+        return _on_mesh(self, problem, mesh, inputs, state)
 
     def _out(self, found: WorkerResult) -> Any:
         return (found.loss, jax.tree.map(lambda x: x[:, 0], found.extra)) if self.loss.has_aux else found.loss
@@ -243,23 +243,23 @@ _WHY = "in local steps it would exchange at every step"
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _alone(self: LocalSteps, call: Call, own: Any, state: LocalStepsState, given: Given) -> Any:
-    mine = jax.tree.map(lambda x: x[0], own)
-    found = own_gradients(self.loss, Trained(None, ()), call, None, mine, given.state, given)
-    check_kept(found)
-    found = jax.tree.map(lambda x: x[None], found._replace(kinds=(), rest=[]))
-    own, after = _stepped(self.transform(_NO_AXIS), own, found.grads, found.weight, state.exchange)
+def _alone(self: LocalSteps, problem: Problem, inputs: Inputs, state: LocalStepsState) -> Any:
+    mine = inputs._replace(trained=jax.tree.map(lambda x: x[0], inputs.trained))
+    found = own_gradients(problem, None, mine)
+    found = jax.tree.map(lambda x: x[None], found._replace(kinds=()))
+    own, after = _stepped(self.transform(_NO_AXIS), inputs.trained, found.grads, found.weight, state.exchange)
     return self._out(found), own, LocalStepsState(after, state.specs)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _on_mesh(self: LocalSteps, call: Call, mesh: Any, own: Any, state: LocalStepsState, given: Given) -> Any:
+def _on_mesh(self: LocalSteps, problem: Problem, mesh: Any, inputs: Inputs, state: LocalStepsState) -> Any:
     """The two stages."""
+    own = inputs.trained
     specs = jax.tree.unflatten(jax.tree.structure(own), state.specs or (P(),) * len(jax.tree.leaves(own)))
     place = lambda tree, specs: jax.tree.map(lambda x, spec: resharded(x, spec, mesh), tree, specs)
     rows, each = self._rows(specs, self.owners), self._rows(specs, self.workers)
     own = place(own, rows)
-    found = own_gradients_on_mesh(self.loss, call, mesh, self.workers, self.owners, own, given, _WHY)
+    found = own_gradients_on_mesh(problem, mesh, self.workers, self.owners, inputs._replace(trained=own), _WHY)
     tx, point = self.transform(_like_tree(state.specs, own)), state.exchange.point
     made = state_specs(state.exchange, self.axis, params=point, specs=_like_tree(state.specs, own))
     step, given_mesh = functools.partial(_stepped, tx), unless_in_force(mesh)

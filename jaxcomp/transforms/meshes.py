@@ -28,11 +28,11 @@ from jaxcomp.exchange.state import means_in
 from jaxcomp.jaxprs import inner_of
 from jaxcomp.paths import same_leaves
 from jaxcomp.state.specs import shape_on, shapes_of_shards, state_specs
-from jaxcomp.transforms.arguments import Call, Given, Trained
 from jaxcomp.transforms.worker_gradients import (
     ROWS,
     Gradients,
-    Loss,
+    Inputs,
+    Problem,
     WorkerResult,
     own_gradients,
     stand_in,
@@ -41,7 +41,6 @@ from jaxcomp.transforms.worker_gradients import (
 
 __all__ = [
     "DATA",
-    "check_kept",
     "exchange_on_mesh",
     "find_devices",
     "find_mesh",
@@ -275,22 +274,12 @@ def _padded(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
 # Stage 1
 
 
-def gradients_on_mesh(
-    how: Loss,
-    what: Trained,
-    call: Call,
-    mesh: Any,
-    axis: Axis,
-    trained: Any,
-    rest: Any,
-    given: Given,
-    scale: Any = None,
-) -> Gradients:
+def gradients_on_mesh(problem: Problem, mesh: Any, axis: Axis, inputs: Inputs, scale: Any = None) -> Gradients:
     """Results of `worker_gradients` at all workers, with gradients [n, ...]."""
     workers, made = axis_names(axis), []
 
-    def one(axis, number, trained, rest, given, scale):
-        found = worker_gradients(how, what, call, axis, trained, rest, given, scale, number)
+    def one(axis, number, inputs, scale):
+        found = worker_gradients(problem, axis, inputs, scale, number)
         leaves, structure = jax.tree.flatten(found.aux)
         made[:] = [structure, found.kinds]
         apart = [
@@ -300,7 +289,8 @@ def gradients_on_mesh(
         return found._replace(grads=grads, aux=tuple(apart), kinds=())
 
     outs = Gradients(P(), (P(), P(_in_order(mesh, workers))), P(), P(workers), P())  # pyright: ignore[reportArgumentType]
-    found = _stage(one, how, mesh, workers, P(), outs, *place_arguments(mesh, workers, trained, rest, given), scale)
+    inputs = place_arguments(mesh, workers, inputs)._replace(trained=_whole(mesh, workers, inputs.trained))
+    found = _stage(one, problem, mesh, workers, P(), outs, inputs, scale)
     structure, kinds = made
     joint, rows = map(iter, found.aux)
     aux = jax.tree.unflatten(structure, [next(rows) if kind in ROWS else next(joint) for kind in kinds])
@@ -308,40 +298,23 @@ def gradients_on_mesh(
 
 
 def own_gradients_on_mesh(
-    how: Loss,
-    call: Call,
-    mesh: Any,
-    workers: tuple[str, ...],
-    owners: tuple[str, ...],
-    own: Any,
-    given: Given,
-    why: str,
+    problem: Problem, mesh: Any, workers: tuple[str, ...], owners: tuple[str, ...], inputs: Inputs, why: str
 ) -> WorkerResult:
     """Results of `own_gradients` at each worker at parameters of its own, all behind a leading axis of workers.
 
     Args:
-        owners: axes over which parameters differ; they have a leading axis of these already.
+        owners: axes over which parameters differ; in `inputs` they have a leading axis of these already.
         why: no mean over the workers can be taken in the loss.
     """
 
-    def one(axis, number, own, state, given, scale):
+    def one(axis, number, inputs, scale):
         del scale
-        mine = jax.tree.map(lambda x: x[0], own)
-        found = own_gradients(how, Trained(None, ()), call, axis, mine, state, given, refusal=why, number=number)
-        check_kept(found)
-        return jax.tree.map(lambda x: x[None], found._replace(kinds=(), rest=[]))
+        mine = inputs._replace(trained=jax.tree.map(lambda x: x[0], inputs.trained))
+        found = own_gradients(problem, axis, mine, refusal=why, number=number)
+        return jax.tree.map(lambda x: x[None], found._replace(kinds=()))
 
-    _, state, given = place_arguments(mesh, workers, {}, given.state, given)
-    return _stage(one, how, mesh, workers, P(owners), P(workers), own, state, given, None)
-
-
-def check_kept(found: WorkerResult) -> None:
-    """Refuses changes of what is not a worker's own."""
-    if any(leaf is not None for leaf in found.rest):
-        raise TypeError(
-            "local_steps: the loss changes Flax NNX variables that were given by keyword, which are equal on all "
-            "workers and are not returned. Merge a copy, nnx.merge(..., copy=True), or give random keys"
-        )
+    inputs = place_arguments(mesh, workers, inputs)
+    return _stage(one, problem, mesh, workers, P(owners), P(workers), inputs, None)
 
 
 def _in_order(mesh: Any, workers: tuple[str, ...]) -> tuple[str, ...]:
@@ -349,13 +322,15 @@ def _in_order(mesh: Any, workers: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in mesh.axis_names if name in workers)
 
 
-def _stage(one: Any, how: Loss, mesh: Any, workers: tuple[str, ...], params: P, outs: Any, *arrays: Any) -> Any:
-    """Results of one(axis, number, *arrays) at each worker.
+def _stage(
+    one: Any, problem: Problem, mesh: Any, workers: tuple[str, ...], params: P, outs: Any, inputs: Inputs, scale: Any
+) -> Any:
+    """Results of one(axis, number, inputs, scale) at each worker. params: how those that are trained are cut.
 
     Where the loss constrains how arrays lie over the axis of the workers, it is called again with an axis of that name
     and of length 1, over which nothing is cut.
     """
-    ins = (params, P(), Given(P(_in_order(mesh, workers)), P(), P()), P())  # pyright: ignore[reportArgumentType]
+    ins = (Inputs(params, P(), P(_in_order(mesh, workers)), P()), P())  # pyright: ignore[reportArgumentType]
 
     def run(one, mesh, workers, ins, outs):
         return jax.shard_map(
@@ -368,11 +343,11 @@ def _stage(one: Any, how: Loss, mesh: Any, workers: tuple[str, ...], params: P, 
         )
 
     try:
-        return run(lambda axis, *arrays: one(axis, None, *arrays), mesh, workers, ins, outs)(*arrays)
+        return run(lambda axis, *arrays: one(axis, None, *arrays), mesh, workers, ins, outs)(inputs, scale)
     except ValueError as error:
         if "Manual" not in str(error) or not any(name in str(error) for name in workers):
             raise
-        if not isinstance(mesh, Mesh) or set(mesh.axis_types) != {AxisType.Auto} or how.shares:
+        if not isinstance(mesh, Mesh) or set(mesh.axis_types) != {AxisType.Auto} or problem.loss.shares:
             raise ValueError(_constrained(mesh, workers)) from error
         constrained = error
     other = lambda axis: tuple(stand_in(name) if name in workers else name for name in axis_names(axis))
@@ -383,7 +358,7 @@ def _stage(one: Any, how: Loss, mesh: Any, workers: tuple[str, ...], params: P, 
     numbered = lambda axis, number, *arrays: one(axis, number[0], *arrays)
     try:
         with jax.sharding.use_abstract_mesh(larger.abstract_mesh):
-            return run(numbered, larger, others, ins, outs)(numbers, *arrays)
+            return run(numbered, larger, others, ins, outs)(numbers, inputs, scale)
     except (NameError, ValueError) as error:  # the loss sums over the axis, too, or holds an array of this mesh
         if isinstance(error, ValueError) and "should match the mesh" not in str(error):
             raise
@@ -458,13 +433,16 @@ def _constrained(mesh: Any, workers: tuple[str, ...]) -> str:
     )
 
 
-def place_arguments(
-    mesh: Any, workers: tuple[str, ...], trained: Any, rest: Any, given: Given
-) -> tuple[Any, Any, Given]:
-    """The arguments as stage 1 takes them: whole over the workers, the batch cut."""
-    whole = lambda tree: jax.tree.map(lambda x: resharded(x, without(_spec(x), workers), mesh), tree)
-    cut = [resharded(x, _batch_spec(x, _in_order(mesh, workers)), mesh) for x in given.cut]
-    return whole(trained), whole(rest), Given(cut, whole(given.whole), whole(given.state))
+def place_arguments(mesh: Any, workers: tuple[str, ...], inputs: Inputs) -> Inputs:
+    """The arguments beside what is trained, as stage 1 takes them: whole over the workers, the batch cut."""
+    cut = [resharded(x, _batch_spec(x, _in_order(mesh, workers)), mesh) for x in inputs.cut]
+    rest, whole = _whole(mesh, workers, (inputs.rest, inputs.whole))
+    return inputs._replace(rest=rest, cut=cut, whole=whole)
+
+
+def _whole(mesh: Any, workers: tuple[str, ...], tree: Any) -> Any:
+    """Arrays that are not cut over the workers."""
+    return jax.tree.map(lambda x: resharded(x, without(_spec(x), workers), mesh), tree)
 
 
 # ------------------------------------------------------------------------------------------------
