@@ -41,6 +41,8 @@ from jaxcomp.exchange.routes import Route
 from jaxcomp.exchange.state import means_in
 from jaxcomp.groups import Buckets, join, split, warn_if_dense, without_dense_warning
 from jaxcomp.paths import numbers_by_path, same_leaves
+from jaxcomp.state.specs import is_names
+from jaxcomp.transforms.meshes import axes_in
 from jaxcomp.transforms.rows import with_before, with_rows
 from jaxcomp.transforms.scattered import cut_dimension, scattered_mean
 
@@ -192,7 +194,7 @@ def means_over(
                 parts.append(_mean(name, algorithm, placement, via, key, options))
         return parts[0] if len(parts) == 1 else optax.chain(*parts)
 
-    if sharded is None or isinstance(sharded, str) or _are_names(sharded):
+    if is_names(sharded):
         return mean_of(axis_names(sharded), (), root)
     return _by_shards(sharded, mean_of, axes, root, list(levels.values())[-1])
 
@@ -274,10 +276,6 @@ def _scattered(
     return scattered_mean(name, require_algorithm(name, algorithm), placement, along, root, options)
 
 
-def _are_names(sharded: Any) -> bool:
-    return isinstance(sharded, tuple) and all(isinstance(name, str) for name in sharded)
-
-
 def _by_shards(
     specs: Any, mean_of: Callable[..., Transformation], axes: list[str], root: Array, algorithm: Any
 ) -> Transformation:
@@ -287,11 +285,11 @@ def _by_shards(
     carries a part. Leaves that are cut over the workers themselves are apart for each part of `by_path`, too.
     """
     masked = lambda node: isinstance(node, optax.MaskedNode)
-    leaves, structure = jax.tree.flatten(specs, is_leaf=lambda node: isinstance(node, PartitionSpec) or masked(node))
+    leaves, structure = jax.tree.flatten(specs, is_leaf=masked)
     if not all(isinstance(leaf, PartitionSpec) or masked(leaf) for leaf in leaves):
         raise ValueError(f"compressed_mean: sharded must be axis names or a tree of PartitionSpecs; got {specs!r}")
     leaves = [PartitionSpec() if masked(leaf) else leaf for leaf in leaves]
-    cut = [tuple(name for entry in spec if entry is not None for name in axis_names(entry)) for spec in leaves]
+    cut = list(map(axes_in, leaves))
     everything = sorted({name for each in cut for name in each})
     dimensions = [cut_dimension("compressed_mean", spec, tuple(axes)) for spec in leaves]
     part_of: list[int | None] = [None] * len(cut)

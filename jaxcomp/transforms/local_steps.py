@@ -36,9 +36,10 @@ from jaxcomp.transforms.meshes import (
     find_devices,
     find_mesh,
     find_specs,
-    is_cut,
+    if_cut,
     own_gradients_on_mesh,
     resharded,
+    spec_tree,
     unless_in_force,
     warn_if_alone,
     without,
@@ -107,9 +108,8 @@ class LocalSteps:
         if mesh is None:
             one = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.asarray(x)[None], tree))
             return one(params), LocalStepsState(self.transform(_NO_AXIS).init(params), ())  # pyright: ignore
-        specs = find_specs(NAME, params, mesh, self.workers, self.param_specs)
-        specs = specs if any(is_cut(spec, mesh) for spec in specs) else ()
-        tree = _like_tree(specs, params)
+        specs = if_cut(find_specs(NAME, params, mesh, self.workers, self.param_specs), mesh)
+        tree = spec_tree(specs, params)
         state, _ = init_state(self.transform(tree), params, mesh, self.axis, tree)
         rows = jax.tree.map(lambda _: P(self.owners), params) if tree is None else self._rows(tree, self.owners)
         count = _count(mesh, self.owners)
@@ -147,8 +147,8 @@ class LocalSteps:
             raise ValueError(f"{NAME}: inside shard_map or vmap over {self.workers} use jc.local_updates")
         mesh = find_mesh(NAME, self.mesh, self.workers, own, batch, named) if self.workers else None
         _check_own(own, state.point, 1 if mesh is None else _count(mesh, self.owners))
-        call, cut, whole, state_of_variables = call_of(NAME, self.loss.batch, self.loss.keys, batch, named)
-        if state_of_variables:
+        call, cut, whole, variables = call_of(NAME, self.loss.batch, self.loss.keys, batch, named)
+        if variables:
             raise TypeError(
                 f"{NAME}: keyword arguments must be arrays or fixed; got Flax NNX variables. Give random keys"
             )
@@ -260,8 +260,8 @@ def _on_mesh(self: LocalSteps, problem: Problem, mesh: Any, inputs: Inputs, stat
     rows, each = self._rows(specs, self.owners), self._rows(specs, self.workers)
     own = place(own, rows)
     found = own_gradients_on_mesh(problem, mesh, self.workers, self.owners, inputs._replace(trained=own), _WHY)
-    tx, point = self.transform(_like_tree(state.specs, own)), state.exchange.point
-    made = state_specs(state.exchange, self.axis, params=point, specs=_like_tree(state.specs, own))
+    tx, point = self.transform(spec_tree(state.specs, own)), state.exchange.point
+    made = state_specs(state.exchange, self.axis, params=point, specs=spec_tree(state.specs, own))
     step, given_mesh = functools.partial(_stepped, tx), unless_in_force(mesh)
     ins = rows, each, P(self.workers), made
     step = jax.shard_map(step, mesh=given_mesh, in_specs=ins, out_specs=(rows, made))
@@ -274,10 +274,6 @@ def _stepped(tx: Any, own: Any, grads: Any, weight: Any, state: Any) -> tuple[An
     more = {} if weight is None else {"weight": weight}
     updates, state = tx.update(grads, state, mine, **more)
     return jax.tree.map(lambda x: x[None], optax.apply_updates(mine, updates)), state
-
-
-def _like_tree(specs: tuple[PartitionSpec, ...], tree: Any) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(tree), specs) if specs else None
 
 
 def _count(mesh: Any, axes: tuple[str, ...]) -> int:

@@ -32,7 +32,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
 
 from jaxcomp.arrays import constants, root_key, rounded_to, stored, wide, wide_like, zeros_like
 from jaxcomp.backend import either, not_before
@@ -47,7 +46,9 @@ from jaxcomp.exchange.routes import Route
 from jaxcomp.exchange.state import OwnState, means_in
 from jaxcomp.groups import Buckets, warn_if_dense, without_dense_warning
 from jaxcomp.state.moments import LocalMomentsState, moment_places
+from jaxcomp.state.specs import is_names
 from jaxcomp.transforms.compressed_mean import MISSING, levels_of, means_over
+from jaxcomp.transforms.meshes import axes_in
 from jaxcomp.transforms.moments import MomentAveraging, check_moments, numbers_of
 from jaxcomp.transforms.worker_gradients import not_zero, share_of_worker, times
 
@@ -225,7 +226,7 @@ def local_updates(
     of_moments = levels if moments_algorithm is None else levels | {list(levels)[last]: moments_algorithm}
     for each in (*levels.values(), *of_moments.values()):
         require_algorithm(NAME, each)
-    specs_of = lambda numbers: sharded if sharded is None or _are_names(sharded) else cut(sharded, numbers)
+    specs_of = lambda numbers: sharded if is_names(sharded) else cut(sharded, numbers)
 
     @functools.cache
     def mean(number: int, numbers: tuple[int, ...]) -> optax.GradientTransformationExtraArgs:
@@ -330,7 +331,7 @@ def cut(tree: Any, numbers: tuple[int, ...]) -> Any:
     >>> cut({"a": 1, "b": 2}, (1,))
     {'a': MaskedNode(), 'b': 2}
     """
-    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, PartitionSpec))
+    leaves, structure = jax.tree.flatten(tree)
     if len(numbers) == len(leaves):
         return tree
     return jax.tree.unflatten(structure, [x if i in numbers else optax.MaskedNode() for i, x in enumerate(leaves)])
@@ -363,16 +364,11 @@ def _check_optimizers(**optimizers: Any) -> None:
             raise TypeError(f"{NAME}: {what} must be an optax optimizer; got {value!r}")
 
 
-def _are_names(sharded: Any) -> bool:
-    return isinstance(sharded, str) or (isinstance(sharded, tuple) and all(isinstance(x, str) for x in sharded))
-
-
 def _axes_of(sharded: Any) -> tuple[str, ...]:
     """All mesh axes that cut some parameter."""
-    if sharded is None or _are_names(sharded):
+    if is_names(sharded):
         return axis_names(sharded)
-    specs = jax.tree.leaves(sharded, is_leaf=lambda node: isinstance(node, PartitionSpec))
-    return tuple(sorted({name for spec in specs for entry in spec if entry is not None for name in axis_names(entry)}))
+    return tuple(sorted({name for spec in jax.tree.leaves(sharded) for name in axes_in(spec)}))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -545,8 +541,8 @@ def _check_whole_matrices(inner: Any, params: Any, sharded: Any) -> None:
     is_muon = lambda node: isinstance(node, optax.contrib.MuonState)
     found = [] if sharded is None else [node for node in jax.tree.leaves(inner, is_leaf=is_muon) if is_muon(node)]
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    specs = jax.tree.leaves(sharded, is_leaf=lambda node: isinstance(node, PartitionSpec))
-    axes_of_leaf = [_axes_of(sharded if _are_names(sharded) else specs[i]) for i in range(len(leaves))] if found else []
+    specs = jax.tree.leaves(sharded)
+    axes_of_leaf = [_axes_of(sharded if is_names(sharded) else specs[i]) for i in range(len(leaves))] if found else []
     for node in (each for each in found if jax.tree.leaves(each.mu)):
         for i in numbers_of(moment_places(NAME, node, params, {"mu": 1})["mu"]):
             axes = axes_of_leaf[i]

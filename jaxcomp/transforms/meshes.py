@@ -41,18 +41,20 @@ from jaxcomp.transforms.worker_gradients import (
 
 __all__ = [
     "DATA",
+    "axes_in",
     "exchange_on_mesh",
     "find_devices",
     "find_mesh",
     "find_specs",
     "gradients_on_mesh",
+    "if_cut",
     "init_on_mesh",
-    "is_cut",
     "on_mesh",
     "own_gradients_on_mesh",
     "place_arguments",
     "resharded",
     "same_on_mesh",
+    "spec_tree",
     "unless_in_force",
     "warn_if_alone",
     "warn_if_cut_otherwise",
@@ -159,15 +161,14 @@ def find_specs(name: str, params: Any, mesh: Meshes, workers: tuple[str, ...], g
             were placed on the mesh.
     """
     if given is not None:
-        is_spec = lambda node: node is None or isinstance(node, PartitionSpec)
-        if not all(is_spec(spec) for spec in jax.tree.leaves(given, is_leaf=is_spec)):
+        is_none = lambda node: node is None
+        if not all(isinstance(spec, PartitionSpec | None) for spec in jax.tree.leaves(given, is_leaf=is_none)):
             raise TypeError(f"{name}: param_specs must be a PartitionSpec, None, or a tree of them; got {given!r}")
 
         def fill(spec, tree):
             spec = PartitionSpec() if spec is None else spec
-            axes, rank = [axis for entry in spec for axis in axis_names(entry)], len(spec)
             for leaf in jax.tree.leaves(tree):
-                if rank > np.ndim(leaf) or not set(axes) <= set(mesh.axis_names):
+                if len(spec) > np.ndim(leaf) or not set(axes_in(spec)) <= set(mesh.axis_names):
                     shape = tuple(np.shape(leaf))
                     raise ValueError(
                         f"{name}: param_specs must be over the axes {tuple(mesh.axis_names)} of the mesh, with at most "
@@ -175,10 +176,9 @@ def find_specs(name: str, params: Any, mesh: Meshes, workers: tuple[str, ...], g
                     )
             return jax.tree.map(lambda _: spec, tree)
 
-        return tuple(jax.tree.leaves(jax.tree.map(fill, given, params, is_leaf=is_spec), is_leaf=is_spec))
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        return tuple(jax.tree.leaves(jax.tree.map(fill, given, params, is_leaf=is_none)))
     others = [axis for axis in mesh.axis_names if axis not in workers and mesh.shape[axis] > 1]
-    automatic = [axis for axis in others if kinds[axis] == AxisType.Auto]
+    automatic = [axis for axis in others if axis in _of_type(mesh, AxisType.Auto)]
 
     def one(leaf):
         if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, Tracer):
@@ -209,9 +209,8 @@ def find_specs(name: str, params: Any, mesh: Meshes, workers: tuple[str, ...], g
 
 def warn_of_whole(workers: tuple[str, ...], specs: tuple[PartitionSpec, ...], trained: Any) -> None:
     """Warns where a loss would gather much of what is cut over the workers themselves."""
-    names = lambda spec: {axis for entry in spec for axis in axis_names(entry)}
     pairs = zip(jax.tree.leaves(trained), specs, strict=bool(specs))
-    size = sum(x.size * x.dtype.itemsize for x, spec in pairs if names(spec) & set(workers))
+    size = sum(x.size * x.dtype.itemsize for x, spec in pairs if set(axes_in(spec)) & set(workers))
     if size >= WHOLE:
         warnings.warn(
             f"value_and_grad: parameters of {size / 1e6:.0f} MB are cut over the workers {workers} themselves: each "
@@ -227,7 +226,7 @@ def warn_if_cut_otherwise(specs: tuple[PartitionSpec, ...], mesh: Meshes, traine
 
     Inside jit that is seen of axes of type Explicit alone; others are the compiler's.
     """
-    axes = lambda spec: {axis for entry in spec for axis in axis_names(entry) if mesh.shape.get(axis, 1) > 1}
+    axes = lambda spec: {axis for axis in axes_in(spec) if mesh.shape.get(axis, 1) > 1}
     for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(trained)):
         lies = x if isinstance(x, jax.Array) and not isinstance(x, Tracer) else jax.typeof(x)
         sharding = getattr(lies, "sharding", None)
@@ -241,9 +240,19 @@ def warn_if_cut_otherwise(specs: tuple[PartitionSpec, ...], mesh: Meshes, traine
             return
 
 
-def is_cut(spec: PartitionSpec, mesh: Meshes) -> bool:
-    """Whether it cuts an array into more than one piece."""
-    return any(mesh.shape[axis] > 1 for entry in spec for axis in axis_names(entry))
+def axes_in(spec: PartitionSpec) -> tuple[str, ...]:
+    """All mesh axes over which a spec cuts an array."""
+    return tuple(name for entry in spec for name in axis_names(entry))
+
+
+def if_cut(specs: tuple[PartitionSpec, ...], mesh: Meshes) -> tuple[PartitionSpec, ...]:
+    """The specs of all leaves; () where none of them cuts an array into more than one piece."""
+    return specs if any(mesh.shape[axis] > 1 for spec in specs for axis in axes_in(spec)) else ()
+
+
+def spec_tree(specs: tuple[PartitionSpec, ...], tree: Any) -> Any:
+    """The specs as a tree like the parameters; None where there are none."""
+    return jax.tree.unflatten(jax.tree.structure(tree), specs) if specs else None
 
 
 def without(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
@@ -254,15 +263,19 @@ def without(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
 
 def resharded(x: Any, spec: PartitionSpec, mesh: Meshes) -> Any:
     """The array as the spec says, over those axes that are explicit; others are the compiler's."""
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    automatic = tuple(axis for axis in mesh.axis_names if kinds[axis] != AxisType.Explicit)
-    if len(automatic) == len(mesh.axis_names):
+    explicit = _of_type(mesh, AxisType.Explicit)
+    if not explicit:
         return x
-    target = without(spec, automatic)
+    target = without(spec, tuple(axis for axis in mesh.axis_names if axis not in explicit))
     have = getattr(jax.typeof(x), "sharding", None) if not isinstance(x, np.ndarray) else None
     if have is not None and _padded(have.spec, x.ndim) == _padded(target, x.ndim):
         return x
     return jax.reshard(x, NamedSharding(mesh, target))
+
+
+def _of_type(mesh: Meshes, kind: AxisType) -> list[str]:
+    """The axes of a mesh that have this type."""
+    return [axis for axis, its in zip(mesh.axis_names, mesh.axis_types, strict=True) if its == kind]
 
 
 def _padded(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
@@ -382,14 +395,12 @@ def warn_of_lookups(run: Callable[..., Any], mesh: Any, workers: tuple[str, ...]
         specs: of the parameters; () where none is cut.
         trained: parameters.
     """
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    auto = [name for name in mesh.axis_names if name not in workers and mesh.shape[name] > 1]
-    auto = [name for name in auto if kinds[name] == AxisType.Auto]
+    auto = [name for name in _of_type(mesh, AxisType.Auto) if name not in workers and mesh.shape[name] > 1]
     if len(auto) < 2 or all(mesh.shape[name] == 1 for name in workers):
         return
     cut = {}
     for x, spec in zip(jax.tree.leaves(trained), specs, strict=bool(specs)):
-        over = tuple(axis for entry in spec for axis in axis_names(entry) if axis in auto)
+        over = tuple(axis for axis in axes_in(spec) if axis in auto)
         if over and len(x.shape) > 1:
             cut[x.shape] = over
     if not cut:
@@ -543,8 +554,8 @@ def _in_force() -> Any:
 
 def not_explicit(mesh: Any) -> list[str]:
     """Axes with several devices whose type is not Explicit."""
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return [name for name, kind in kinds if kind != AxisType.Explicit and mesh.shape[name] > 1]
+    explicit = _of_type(mesh, AxisType.Explicit)
+    return [name for name in mesh.axis_names if name not in explicit and mesh.shape[name] > 1]
 
 
 def unless_in_force(mesh: Any) -> Any:

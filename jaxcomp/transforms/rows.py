@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
 
 from jaxcomp.exchange.axes import Placement, axis_index, check_own, is_bound, local_rows, varying
 from jaxcomp.exchange.driver import own_at_device, own_off_device
 from jaxcomp.exchange.state import OwnState
+from jaxcomp.state.specs import is_names
 from jaxcomp.transforms.meshes import exchange_on_mesh, init_on_mesh, on_mesh
 
 __all__ = ["BeforeState", "WorkerGradients", "with_before", "with_rows"]
@@ -176,7 +176,7 @@ def with_rows(
         axes: of all workers.
         sharded, before: as for `compressed_mean`.
     """
-    specs = sharded if not _is_names(sharded) else None
+    specs = None if is_names(sharded) else sharded
     inside = mean if before is None else with_before(before, mean, axes)  # pyright: ignore[reportArgumentType]
     before = None if before is None else optax.with_extra_args_support(before)
 
@@ -207,11 +207,6 @@ def with_rows(
         return direction, BeforeState(OwnState(EachTransform(kept), state.own.placement, state.own.roles), after)
 
     return Transformation(init, update)  # pyright: ignore[reportArgumentType]
-
-
-def _is_names(sharded: Any) -> bool:
-    leaves = jax.tree.leaves(sharded, is_leaf=lambda node: isinstance(node, PartitionSpec))
-    return sharded is None or not any(isinstance(leaf, PartitionSpec) for leaf in leaves)
 
 
 def _rows_on_mesh(name: str, axes: tuple[str, ...], grads: Any, params: Any) -> tuple[Any, Any]:

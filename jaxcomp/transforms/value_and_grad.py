@@ -23,6 +23,7 @@ from jaxcomp.exchange.state import MeanState, state_dataclass
 from jaxcomp.groups import Buckets
 from jaxcomp.state.specs import names_of, per_worker
 from jaxcomp.transforms.arguments import (
+    Trained,
     check_all_trained,
     check_cut,
     check_wrt,
@@ -38,10 +39,11 @@ from jaxcomp.transforms.meshes import (
     find_mesh,
     find_specs,
     gradients_on_mesh,
+    if_cut,
     init_on_mesh,
-    is_cut,
     not_explicit,
     same_on_mesh,
+    spec_tree,
     warn_if_alone,
     warn_if_cut_otherwise,
     warn_of_lookups,
@@ -103,15 +105,16 @@ class ValueAndGrad:
         Raises:
             ValueError: how parameters are cut cannot be known (see `param_specs`), or the mesh has no such axis.
         """
-        trained, _ = trained_of(params, self.wrt).part(params)
+        what = trained_of(params, self.wrt)
+        trained, _ = what.part(params)
         if is_bound(self.axis) and self.axis is not None:
             return GradientState(self.transform(None).init(trained), (), self._scale())
         mesh = self._mesh(trained)
         if mesh is None:
             return GradientState(self._single().init(trained), (), self._scale())
-        specs = self._specs(params, trained, mesh)
+        specs = self._specs(params, what, trained, mesh)
         warn_of_whole(axis_names(self.axis), specs, trained)
-        tree = _like_tree(specs, trained)
+        tree = spec_tree(specs, trained)
         exchange = init_on_mesh(self.transform(tree), mesh, self.axis, tree, trained)
         return GradientState(exchange, specs, self._scale(mesh))
 
@@ -160,15 +163,14 @@ class ValueAndGrad:
         names = axis_names(self.axis)
         return find_mesh("value_and_grad", self.mesh, names, *trees) if names else None
 
-    def _specs(self, params: Any, trained: Any, mesh: Any) -> tuple[PartitionSpec, ...]:
+    def _specs(self, params: Any, what: Trained, trained: Any, mesh: Any) -> tuple[PartitionSpec, ...]:
         """Specs of the trained leaves; () where none is cut."""
         whole = params if self.param_specs is not None else trained
         found = find_specs("value_and_grad", whole, mesh, axis_names(self.axis), self.param_specs)
-        names = trained_of(params, self.wrt).names
-        if self.param_specs is not None and names:
-            by_name = {name: spec for name, spec in zip(names, found, strict=True) if isinstance(name, str)}
+        if self.param_specs is not None and what.names:
+            by_name = {name: spec for name, spec in zip(what.names, found, strict=True) if isinstance(name, str)}
             found = tuple(by_name[name] for name in sorted(by_name))
-        return found if any(is_cut(spec, mesh) for spec in found) else ()
+        return if_cut(found, mesh)
 
     def _single(self) -> Any:
         """The exchange of a single worker."""
@@ -466,7 +468,7 @@ def _on_mesh(
     run = lambda trained: stage(problem, mesh, workers, inputs._replace(trained=trained), factor)
     warn_of_lookups(lambda trained: run(trained).loss, mesh, workers, state.specs, inputs.trained)
     found = run(inputs.trained)
-    tree = _like_tree(state.specs, inputs.trained)
+    tree = spec_tree(state.specs, inputs.trained)
     new = exchange_on_mesh(self.transform(tree), mesh, self.axis, tree, found.grads, state.exchange)
     return _after(self, found, inputs, state, new)
 
@@ -498,10 +500,6 @@ def _after(
     grads = jax.tree.map(lambda g, x: g.astype(jnp.result_type(x)), new[0], inputs.trained)
     found = found._replace(grads=grads, kinds=())
     return found, GradientState(new[1], state.specs, scale)
-
-
-def _like_tree(specs: tuple[PartitionSpec, ...], tree: Any) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(tree), specs) if specs else None
 
 
 def _check_call(params: Any, state: Any, how: Loss) -> None:

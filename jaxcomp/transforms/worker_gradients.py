@@ -31,15 +31,7 @@ from jax import lax
 from jaxcomp.arrays import bounded, wide
 from jaxcomp.exchange.axes import Axis, axis_index, axis_names, axis_size, is_bound, varying, varying_axes
 from jaxcomp.exchange.collectives import sum_arrays
-from jaxcomp.transforms.arguments import (
-    Call,
-    Trained,
-    call_of,
-    is_key,
-    names_whole_arrays,
-    trained_of,
-    weight_of,
-)
+from jaxcomp.transforms.arguments import Call, Trained, call_of, is_key, names_whole_arrays, trained_of, weight_of
 from jaxcomp.transforms.loss_scale import DynamicScale
 
 __all__ = [
@@ -243,7 +235,7 @@ def _kinds_for(kinds: Any, extra: Any) -> tuple[str, ...]:
 def problem_of(
     name: str, loss: Loss, wrt: Any, params: Any, batch: tuple[Any, ...], named: Mapping[str, Any]
 ) -> tuple[Problem, Inputs]:
-    """What is differentiated in a call of the loss, and its arrays."""
+    """Sorts what one call of the loss is given."""
     what = trained_of(params, wrt, name)
     trained, rest = what.part(params)
     call, cut, whole, state = call_of(name, loss.batch, loss.keys, batch, named)
