@@ -24,7 +24,7 @@ Routes (`jaxcomp.exchange.routes`), with the lane bytes that a worker sends, of 
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,7 +46,7 @@ from jaxcomp.transforms.meshes import axes_in
 from jaxcomp.transforms.rows import with_before, with_rows
 from jaxcomp.transforms.scattered import cut_dimension, scattered_mean
 
-__all__ = ["compressed_mean", "levels_of", "means_over"]
+__all__ = ["by_level", "compressed_mean", "levels_of", "means_over"]
 
 Array = jax.Array
 Transformation = optax.GradientTransformationExtraArgs
@@ -183,20 +183,33 @@ def means_over(
         along: the dimensions of leaves that are cut over the workers themselves. part: that of `by_path`.
         """
         if along is not None:
-            of_part = levels if part is None else {axis: each.parts[part] for axis, each in levels.items()}
-            return _scattered(name, of_part, shards, replicas, along, root, options)
-        parts = []
-        for i, (axis, algorithm) in enumerate(levels.items()):
-            earlier = tuple(each for group in names[:i] for each in group)
-            placement = Placement(axis, tuple(names[i + 1 :]), shards, earlier + replicas, partial)
-            key = jax.random.fold_in(root, i) if len(levels) > 1 else root
-            if i in numbers:
-                parts.append(_mean(name, algorithm, placement, via, key, options))
+            if options.get("bucket_bytes") is not None:
+                raise ValueError(
+                    f"{name}: bucket_bytes does not go with parameters that are cut over the workers themselves"
+                )
+            if len(levels) > 1:
+                raise ValueError(f"{name}: parameters that are cut over the workers of a hierarchy are not supported")
+            ((axis, algorithm),) = levels.items()
+            algorithm = require_algorithm(name, algorithm if part is None else algorithm.parts[part])
+            return scattered_mean(name, algorithm, Placement(axis, (), shards, replicas, True), along, root, options)
+        each = enumerate(by_level(levels, root, partial, shards, replicas))
+        parts = [_mean(name, *level, via, options) for i, level in each if i in numbers]
         return parts[0] if len(parts) == 1 else optax.chain(*parts)
 
     if is_names(sharded):
         return mean_of(axis_names(sharded), (), root)
     return _by_shards(sharded, mean_of, axes, root, list(levels.values())[-1])
+
+
+def by_level(
+    levels: Mapping[Any, Any], root: Array, partial: bool, shards: tuple[str, ...] = (), replicas: tuple[str, ...] = ()
+) -> Iterator[tuple[Any, Placement, Array]]:
+    """Yields the algorithm of each level of a hierarchy, where its workers are, and its key."""
+    names = [axis_names(axis) for axis in levels]
+    for i, (axis, algorithm) in enumerate(levels.items()):
+        earlier = tuple(name for group in names[:i] for name in group)
+        placement = Placement(axis, tuple(names[i + 1 :]), shards, earlier + replicas, partial)
+        yield algorithm, placement, jax.random.fold_in(root, i) if len(levels) > 1 else root
 
 
 def check_levels(levels: dict[Any, Any], names: list[tuple[str, ...]], sharded: Any, partial: bool) -> None:
@@ -234,7 +247,7 @@ def levels_of(algorithm: Any, axis_name: Any, weights: Any, name: str = "compres
 
 
 def _mean(
-    name: str, algorithm: Any, placement: Placement, via: str | Route, root: Array, options: dict[str, Any]
+    name: str, algorithm: Any, placement: Placement, root: Array, via: str | Route, options: dict[str, Any]
 ) -> Transformation:
     """`compressed_mean` over the workers of one placement."""
     run = exchange_of(name, require_algorithm(name, algorithm), placement, via, root, **options)
@@ -255,25 +268,6 @@ def _mean(
             return join(after.about.groups, direction, grads), after
 
     return Transformation(init, update)  # pyright: ignore[reportArgumentType]
-
-
-def _scattered(
-    name: str,
-    levels: dict[Any, Any],
-    shards: tuple[str, ...],
-    replicas: tuple[str, ...],
-    along: tuple[int, ...],
-    root: Array,
-    options: dict[str, Any],
-) -> Transformation:
-    """The mean of leaves that are cut over the workers."""
-    if options.get("bucket_bytes") is not None:
-        raise ValueError(f"{name}: bucket_bytes does not go with parameters that are cut over the workers themselves")
-    if len(levels) > 1:
-        raise ValueError(f"{name}: parameters that are cut over the workers of a hierarchy are not supported")
-    ((axis, algorithm),) = levels.items()
-    placement = Placement(axis, (), shards, replicas, True)
-    return scattered_mean(name, require_algorithm(name, algorithm), placement, along, root, options)
 
 
 def _by_shards(
@@ -298,21 +292,21 @@ def _by_shards(
         found = numbers_by_path("by_path", patterns, jax.tree.unflatten(structure, range(len(cut))))
         for part, members in enumerate(found):
             for i in members:
-                part_of[i] = part if dimensions[i] is not None else None
+                if dimensions[i] is not None:
+                    part_of[i] = part
     places = list(zip(cut, part_of, strict=True))
     groups = sorted(set(places), key=lambda place: (place[0], -1 if place[1] is None else place[1]))
-    rest = lambda group: tuple(name for name in everything if name not in (*group, *axes))
-    shard_axes = lambda group: tuple(name for name in group if name not in axes)
     numbers = [tuple(i for i, each in enumerate(places) if each == group) for group in groups]
 
-    def made(i: int, there: frozenset[int]) -> Transformation:
-        """Finds along which dimension each leaf of a group is cut that is there."""
-        group, part = groups[i]
-        along = tuple(dimensions[j] for j in numbers[i] if j in there and dimensions[j] is not None)
-        return mean_of(shard_axes(group), rest(group), jax.random.fold_in(root, i), along or None, part)
-
     def means_of(there: frozenset[int]) -> list[Transformation]:
-        return [made(i, there) for i in range(len(groups))]
+        """The mean of each group, of whose leaves these are there."""
+        means = []
+        for i, (names, part) in enumerate(groups):
+            along = tuple(dimensions[j] for j in numbers[i] if j in there and dimensions[j] is not None)
+            shards = tuple(name for name in names if name not in axes)
+            replicas = tuple(name for name in everything if name not in (*names, *axes))
+            means.append(mean_of(shards, replicas, jax.random.fold_in(root, i), along or None, part))
+        return means
 
     cached = functools.cache(means_of)
     means_of(frozenset(range(len(cut))))  # says what does not fit while it is built

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxcomp.base import Algorithm, require_algorithm
 from jaxcomp.exchange.axes import Axis, axis_names, is_bound
-from jaxcomp.exchange.binding import own_weights, shares_of
+from jaxcomp.exchange.binding import own_weights
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.routes import Route
 from jaxcomp.exchange.state import MeanState, state_dataclass
@@ -58,6 +58,7 @@ from jaxcomp.transforms.worker_gradients import (
     Problem,
     check_loss_options,
     problem_of,
+    shares_along,
     worker_gradients,
 )
 
@@ -111,7 +112,7 @@ class ValueAndGrad:
             return GradientState(self.transform(None).init(trained), (), self._scale())
         mesh = self._mesh(trained)
         if mesh is None:
-            return GradientState(self._single().init(trained), (), self._scale())
+            return GradientState(self.transform(_NO_AXIS).init(trained), (), self._scale())
         specs = self._specs(params, what, trained, mesh)
         warn_of_whole(axis_names(self.axis), specs, trained)
         tree = spec_tree(specs, trained)
@@ -171,10 +172,6 @@ class ValueAndGrad:
             by_name = {name: spec for name, spec in zip(what.names, found, strict=True) if isinstance(name, str)}
             found = tuple(by_name[name] for name in sorted(by_name))
         return if_cut(found, mesh)
-
-    def _single(self) -> Any:
-        """The exchange of a single worker."""
-        return self.transform(_NO_AXIS)
 
 
 _NO_AXIS: Any = object()
@@ -319,7 +316,7 @@ def value_and_grad(
         micro_batches=micro_batches,
         loss_scale=check_scale("value_and_grad", loss_scale),
         keys=keys,
-        shares=_shares("value_and_grad", given),
+        shares=shares_along("value_and_grad", given),
         batch=batch,
     )
     check_wrt("value_and_grad", wrt)
@@ -400,7 +397,7 @@ def worker_value_and_grad(
         micro_batches=micro_batches,
         loss_scale=check_scale(name, loss_scale),
         keys=keys,
-        shares=_shares(name, {axis_name: weights}),
+        shares=shares_along(name, {axis_name: weights}),
         batch=batch,
     )
     check_wrt(name, wrt)
@@ -424,11 +421,6 @@ def worker_value_and_grad(
     return value_and_grad
 
 
-def _shares(name: str, weights: Mapping[Any, Any]) -> tuple[tuple[Axis, tuple[float, ...]], ...]:
-    given = {axis: each for axis, each in weights.items() if each is not None}
-    return tuple((axis, tuple(shares_of(name, each).tolist())) for axis, each in given.items())
-
-
 # ------------------------------------------------------------------------------------------------
 # Where it runs
 
@@ -444,7 +436,7 @@ def _here(
     """Inside a `shard_map`, `pmap` or `vmap` of the user's; or at a single worker."""
     own = inputs._replace(trained=per_worker(inputs.trained, axis))
     found = worker_gradients(problem, axis, own, _factor(state))
-    tx = self.transform(None) if axis_names(axis) else self._single()
+    tx = self.transform(None if axis_names(axis) else _NO_AXIS)
     return _after(self, found, inputs, state, tx.update(found.grads, state.exchange))
 
 

@@ -29,7 +29,9 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.arrays import bounded, wide
+from jaxcomp.checks import is_integer
 from jaxcomp.exchange.axes import Axis, axis_index, axis_names, axis_size, is_bound, varying, varying_axes
+from jaxcomp.exchange.binding import shares_of
 from jaxcomp.exchange.collectives import sum_arrays
 from jaxcomp.transforms.arguments import Call, Trained, call_of, is_key, names_whole_arrays, trained_of, weight_of
 from jaxcomp.transforms.loss_scale import DynamicScale
@@ -49,6 +51,7 @@ __all__ = [
     "own_gradients",
     "problem_of",
     "share_of_worker",
+    "shares_along",
     "stand_in",
     "times",
     "weighing",
@@ -159,7 +162,7 @@ def check_loss_options(
     """The loss with its options; TypeError or ValueError where one of them cannot be."""
     if not callable(loss):
         raise TypeError(f"{name}: loss must be a function; got {loss!r}")
-    if isinstance(micro_batches, bool) or not isinstance(micro_batches, (int, np.integer)) or micro_batches < 1:
+    if not is_integer(micro_batches):
         raise ValueError(f"{name}: micro_batches must be an integer of at least 1; got {micro_batches!r}")
     if weight is False:
         weight = None
@@ -665,6 +668,12 @@ def is_overflow(grads: Any) -> Array:
     """f32[]: one if any entry is NaN or infinite."""
     finite = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
     return 1.0 - jnp.all(jnp.stack(finite)).astype(jnp.float32) if finite else jnp.zeros((), jnp.float32)
+
+
+def shares_along(name: str, weights: Mapping[Axis, Any]) -> tuple[tuple[Axis, tuple[float, ...]], ...]:
+    """Shares of the workers along each axis along which they have weights."""
+    given = {axis: each for axis, each in weights.items() if each is not None}
+    return tuple((axis, tuple(shares_of(name, each).tolist())) for axis, each in given.items())
 
 
 def share_of_worker(axis: Axis, shares: tuple[tuple[Axis, tuple[float, ...]], ...]) -> Any:
