@@ -308,6 +308,31 @@ def _check_kinds(tx: Any, params: Any, mesh: Any, axis_name: Any) -> None:
             )
 
 
+ALONE = (
+    "{} around an exchange lets each worker decide by its own gradient whether to take part, so that one NaN blocks "
+    "the others or leaves them with other states. Use jc.replicas.skip_nonfinite(tx, axis_name), by which all workers "
+    "skip a step together"
+)
+REFUSED = {  # states of wrappers of optax -> why there is none around an exchange
+    optax.ApplyIfFiniteState: ALONE.format("optax.apply_if_finite"),
+    optax.contrib.SAMState: (
+        "optax.contrib.sam around an exchange would take steps at each worker's own point. Give it gradients that are "
+        "exchanged before: those of jc.value_and_grad(loss, algorithm)"
+    ),
+    optax.transforms.ConditionallyMaskState: (
+        "optax.conditionally_mask around an exchange leaves its state as it was where the condition is not met, which "
+        "the types of shard_map do not allow. Put the condition behind the mean: "
+        "optax.chain(jc.compressed_mean(...), optax.conditionally_mask(optimizer, ...))"
+    ),
+    optax.transforms.ConditionallyTransformState: (
+        "optax.conditionally_transform around an exchange returns each worker's own gradient where the condition is "
+        "not met, and the workers go apart. Put the condition behind the mean: optax.chain(jc.compressed_mean(...), "
+        "optax.conditionally_mask(optimizer, ...)); for an exchange every so many steps take optax.MultiSteps or "
+        "jc.local_updates"
+    ),
+}
+
+
 def check_wrappers(state: Any, divided: bool = False) -> None:
     """Refuses wrappers of optax around a mean by which a worker decides alone, or that let its own gradient through.
 
@@ -315,33 +340,11 @@ def check_wrappers(state: Any, divided: bool = False) -> None:
     """
     if is_mean(state) or is_own(state) or not isinstance(state, tuple) or not _has_mean(state):
         return
-    skips = isinstance(state, optax.MultiStepsState) and jax.tree.leaves(state.skip_state)
-    alone = "optax.MultiSteps(should_skip_update_fn=...)" if skips else "optax.apply_if_finite"
-    if skips or isinstance(state, optax.ApplyIfFiniteState):
-        raise ValueError(
-            f"compressed_mean: {alone} around an exchange lets each worker decide by its own gradient whether to take "
-            "part, so that one NaN blocks the others or leaves them with other states. Use "
-            "jc.replicas.skip_nonfinite(tx, "
-            "axis_name), by which all workers skip a step together"
-        )
-    if isinstance(state, optax.contrib.SAMState):
-        raise ValueError(
-            "compressed_mean: optax.contrib.sam around an exchange would take steps at each worker's own point. Give "
-            "it gradients that are exchanged before: those of jc.value_and_grad(loss, algorithm)"
-        )
-    if isinstance(state, optax.transforms.ConditionallyMaskState):
-        raise ValueError(
-            "compressed_mean: optax.conditionally_mask around an exchange leaves its state as it was where the "
-            "condition is not met, which the types of shard_map do not allow. Put the condition behind the mean: "
-            "optax.chain(jc.compressed_mean(...), optax.conditionally_mask(optimizer, ...))"
-        )
-    if isinstance(state, optax.transforms.ConditionallyTransformState):
-        raise ValueError(
-            "compressed_mean: optax.conditionally_transform around an exchange returns each worker's own gradient "
-            "where the condition is not met, and the workers go apart. Put the condition behind the mean: "
-            "optax.chain(jc.compressed_mean(...), optax.conditionally_mask(optimizer, ...)); for an exchange every "
-            "so many steps take optax.MultiSteps or jc.local_updates"
-        )
+    refused = REFUSED.get(type(state))
+    if isinstance(state, optax.MultiStepsState) and jax.tree.leaves(state.skip_state):
+        refused = ALONE.format("optax.MultiSteps(should_skip_update_fn=...)")
+    if refused is not None:
+        raise ValueError(f"compressed_mean: {refused}")
     if isinstance(state, optax.MaskedState) and not divided:
         tree = means_in(state)[0].about.groups.tree
         masked = lambda node: isinstance(node, optax.MaskedNode)

@@ -84,19 +84,34 @@ class Trained(NamedTuple):
     """Choice of the leaves of a tree of parameters that are trained. Static.
 
     structure: of the tree. names: for each leaf its path if it is trained, `Fixed` if it is no array, else None; ()
-    where all are trained.
+    where all are trained. Where several paths lead to one variable, which is differentiated once, firsts and nodes are
+    for each leaf, and for each variable or leaf that may become None, the number of the first of the same variable;
+    else ().
     """
 
     structure: Any
     names: tuple[Any, ...]
+    firsts: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
 
     def join(self, trained: Any, rest: list[Any]) -> Any:
         """The tree of parameters with these leaves."""
         if not self.names:
             return trained
-        others = iter(rest)
-        leaves = [_leaf(name, trained, others) for name in self.names]
-        return jax.tree.unflatten(self.structure, leaves)
+        others, leaves = iter(rest), []
+        for i, name in enumerate(self.names):
+            if not self.is_own(i):
+                leaves.append(leaves[self.firsts[i]])
+            elif isinstance(name, Fixed):
+                leaves.append(name.value)
+            else:
+                leaves.append(next(others) if name is None else trained[name])
+        tree = jax.tree.unflatten(self.structure, leaves)
+        if not self.nodes:
+            return tree
+        # One object, as in the model: what the loss changes in a variable at one path is changed at all of them.
+        nodes, outside = jax.tree.flatten(tree, is_leaf=_is_apart)
+        return jax.tree.unflatten(outside, [nodes[first] for first in self.nodes])
 
     def part(self, params: Any) -> tuple[Any, list[Any]]:
         """The trained leaves, by their paths (or the tree itself where all are trained), and the other arrays."""
@@ -107,39 +122,7 @@ class Trained(NamedTuple):
 
     def is_own(self, i: int) -> bool:
         """Whether leaf i is none that an earlier path leads to, too."""
-        del i
-        return True
-
-
-def _leaf(name: Any, trained: Any, others: Any) -> Any:
-    return name.value if isinstance(name, Fixed) else next(others) if name is None else trained[name]
-
-
-class Structure(NamedTuple):
-    """tree: of the parameters. leaves, nodes: for each leaf, and for each variable or what is none, the number of the
-    first one of the same variable."""
-
-    tree: Any
-    leaves: tuple[int, ...]
-    nodes: tuple[int, ...]
-
-
-class Tied(Trained):
-    """`Trained` of a model in which several paths lead to one variable, which is differentiated once.
-
-    structure: a `Structure`. names: of each leaf that of the first one of its variable.
-    """
-
-    def join(self, trained: Any, rest: list[Any]) -> Any:
-        others, leaves = iter(rest), []
-        for first, name in zip(self.structure.leaves, self.names, strict=True):
-            leaves.append(leaves[first] if first < len(leaves) else _leaf(name, trained, others))
-        # One object, as in the model: what the loss changes in a variable at one path is changed at all of them.
-        nodes, outside = jax.tree.flatten(jax.tree.unflatten(self.structure.tree, leaves), is_leaf=_is_apart)
-        return jax.tree.unflatten(outside, [nodes[first] for first in self.structure.nodes])
-
-    def is_own(self, i: int) -> bool:
-        return self.structure.leaves[i] == i
+        return not self.firsts or self.firsts[i] == i
 
 
 def check_wrt(name: str, wrt: Any) -> None:
@@ -204,14 +187,15 @@ def trained_of(params: Any, wrt: Any, name: str = "value_and_grad", cure: str = 
     if wrt is not None and not any(isinstance(each, str) for each in names):
         what = getattr(wrt, "__name__", repr(wrt))
         raise ValueError(f"{name}: wrt must choose some of the parameters; there is no {what} in them")
+    what = Trained(jax.tree.structure(params), tuple(names))
     if firsts == list(range(len(names))):
-        return Trained(jax.tree.structure(params), tuple(names))
+        return what
     first_of: dict[Any, int] = {}
     nodes = [
         first_of.setdefault(id(node) if _is_variable(node) else -1 - i, i)
         for i, node in enumerate(jax.tree.leaves(params, is_leaf=_is_apart))
     ]
-    return Tied(Structure(jax.tree.structure(params), tuple(firsts), tuple(nodes)), tuple(names))
+    return what._replace(firsts=tuple(firsts), nodes=tuple(nodes))
 
 
 def check_all_trained(name: str, params: Any, cure: str) -> None:
@@ -228,7 +212,7 @@ def check_all_trained(name: str, params: Any, cure: str) -> None:
 
 
 def _is_apart(node: Any) -> bool:
-    """Whether it counts among the nodes of a `Structure`: a leaf may become None."""
+    """Whether it counts among `Trained.nodes`."""
     return node is None or _is_variable(node)
 
 

@@ -111,7 +111,7 @@ class LocalSteps:
         specs = if_cut(find_specs(NAME, params, mesh, self.workers, self.param_specs), mesh)
         tree = spec_tree(specs, params)
         state, _ = init_state(self.transform(tree), params, mesh, self.axis, tree)
-        rows = jax.tree.map(lambda _: P(self.owners), params) if tree is None else self._rows(tree, self.owners)
+        rows = self._rows(specs, params, self.owners)
         count = _count(mesh, self.owners)
         spread = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), tree)
         if isinstance(mesh, AbstractMesh):
@@ -163,8 +163,11 @@ class LocalSteps:
     def _out(self, found: WorkerResult) -> Any:
         return (found.loss, jax.tree.map(lambda x: x[:, 0], found.extra)) if self.loss.has_aux else found.loss
 
-    def _rows(self, specs: Any, axes: tuple[str, ...]) -> Any:
-        return jax.tree.map(lambda spec: P(axes, *without(spec, self.workers)), specs)
+    def _rows(self, specs: tuple[PartitionSpec, ...], tree: Any, axes: tuple[str, ...]) -> Any:
+        """Specs of the leaves of a tree behind a leading axis of workers."""
+        leaves, structure = jax.tree.flatten(tree)
+        each = specs or (P(),) * len(leaves)
+        return jax.tree.unflatten(structure, [P(axes, *without(spec, self.workers)) for spec in each])
 
 
 _NO_AXIS: Any = object()
@@ -255,9 +258,8 @@ def _alone(self: LocalSteps, problem: Problem, inputs: Inputs, state: LocalSteps
 def _on_mesh(self: LocalSteps, problem: Problem, mesh: Any, inputs: Inputs, state: LocalStepsState) -> Any:
     """The two stages."""
     own = inputs.trained
-    specs = jax.tree.unflatten(jax.tree.structure(own), state.specs or (P(),) * len(jax.tree.leaves(own)))
     place = lambda tree, specs: jax.tree.map(lambda x, spec: resharded(x, spec, mesh), tree, specs)
-    rows, each = self._rows(specs, self.owners), self._rows(specs, self.workers)
+    rows, each = (self._rows(state.specs, own, axes) for axes in (self.owners, self.workers))
     own = place(own, rows)
     found = own_gradients_on_mesh(problem, mesh, self.workers, self.owners, inputs._replace(trained=own), _WHY)
     tx, point = self.transform(spec_tree(state.specs, own)), state.exchange.point

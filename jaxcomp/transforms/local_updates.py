@@ -447,7 +447,8 @@ class _LocalUpdates(NamedTuple):
             mine = (waiting or since)[p] if since else None
             here = _Here(part(params), own.pending[p] if own.pending else None, mine)
             merges = taken = self.times.merges(p, now)
-            new = either(merges, self._merged(self.mean(p, numbers)), self._left, before, here)
+            merged = functools.partial(self._merged, self.mean(p, numbers))
+            new = either(merges, merged, self._left, before, here)
             if own.pending:  # not taken where it is merged, so that point and updates are those before
                 taken, reached = self.times.takes(p, now), (new.point, here.params, new.updates)
                 pending.append(either(taken, _taken, lambda old: old, here.pending, *reached))
@@ -471,26 +472,21 @@ class _LocalUpdates(NamedTuple):
         kept = own_off_device(Own(inner, tuple(pending), counts), self.place, ROLES)
         return updates, type(state)(count, point, tuple(outer), groups, tuple(means), kept, *moments)
 
-    def _merged(self, mean: Any) -> Callable[["_Fragment", "_Here"], "_Fragment"]:
+    def _merged(self, mean: Any, before: "_Fragment", here: "_Here") -> "_Fragment":
         """The exchange of a fragment and what comes of it."""
-
-        def difference(before: _Fragment, here: _Here) -> Any:
-            if here.pending is not None:
-                return here.pending
+        after = None if self.exact else _applied(here.params, before.updates)
+        if here.pending is not None:
+            difference = here.pending
+        elif after is None:
             # Without a step in between, the difference is the inner update itself, before it was rounded.
-            if self.exact:
-                return negative_of(before.updates, before.point)
-            return difference_of(before.point, _applied(here.params, before.updates))
-
-        def run(before: _Fragment, here: _Here) -> _Fragment:
-            direction, state = mean.update(self._weighed(difference(before, here), here.weight), before.mean)
-            step, outer = self.outer.update(direction, before.outer, before.point)
-            point = optax.apply_updates(before.point, step)
-            after = None if self.exact else _applied(here.params, before.updates)
-            updates = updates_to(point, step, here.params, after, self.mixing)
-            return _Fragment(point, outer, state, varying(updates, self.place.workers))
-
-        return run
+            difference = negative_of(before.updates, before.point)
+        else:
+            difference = difference_of(before.point, after)
+        direction, state = mean.update(self._weighed(difference, here.weight), before.mean)
+        step, outer = self.outer.update(direction, before.outer, before.point)
+        point = optax.apply_updates(before.point, step)
+        updates = updates_to(point, step, here.params, after, self.mixing)
+        return _Fragment(point, outer, state, varying(updates, self.place.workers))
 
     def _weighed(self, delta: Any, weight: Any) -> Any:
         """The difference times n W_i / sum_i W_i, where steps have weights."""

@@ -8,6 +8,7 @@ the algorithm sees that stack, and each worker ends with its own row of the mean
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -62,7 +63,7 @@ class RowLayout(NamedTuple):
     @property
     def sizes(self) -> list[int]:
         """Entries of each leaf in a row."""
-        return [jax.ShapeDtypeStruct(shape, jnp.float32).size for shape in self.shapes]
+        return list(map(math.prod, self.shapes))
 
     @property
     def width(self) -> int:
