@@ -245,7 +245,7 @@ def _repeated(params: Any) -> list[tuple[str, str]]:
     return found
 
 
-def like_params(params: Any, what: Trained, grads: Any) -> Any:
+def like_params(what: Trained, grads: Any) -> Any:
     """Gradients as a tree like the parameters, with None for what is not trained."""
     if not what.names:
         return grads
@@ -256,10 +256,7 @@ def like_params(params: Any, what: Trained, grads: Any) -> Any:
 def write_back(tree: Any, rest: Sequence[bool], old: list[Any], new: list[Any]) -> None:
     """New values of variables that are not trained, into the model that was given.
 
-    Args:
-        tree: the model.
-        rest: whether each leaf of it is one of `old`.
-        old, new: values before and after; None for what did not change.
+    rest: whether each leaf of it is one of `old`. old, new: values before and after; None for what did not change.
     """
     if not any(leaf is not None for leaf in new):
         return
@@ -318,11 +315,8 @@ def call_of(
 ) -> tuple[Call, list[Any], list[Any], list[Any]]:
     """Sorts the arguments of a loss: how they are put together again, and the arrays that are cut, whole, and states.
 
-    Args:
-        name: of the outer form, for errors.
-        chosen: numbers of positional and names of keyword arguments that are cut; None: all positional ones.
-        keys: names of keyword arguments with random keys; None: by their dtype.
-        batch, named: as they are given.
+    chosen: numbers of positional and names of keyword arguments that are cut; None: all positional ones. keys: names of
+    keyword arguments with random keys; None: by their dtype.
     """
     for one in chosen or ():
         if not (one in named if isinstance(one, str) else 0 <= one < len(batch)):
@@ -398,9 +392,7 @@ def names_whole_arrays(chosen: Any, batch: Sequence[Any], named: Mapping[str, An
 
     Warns of such an array beside a single example, with which shapes fit, unless it is said what is batch.
 
-    Args:
-        chosen: which arguments are batch, as the user gave it; None: those that are not named.
-        pieces: into how many the batch is cut, over workers and micro-batches.
+    chosen: as for `call_of`. pieces: into how many the batch is cut, over workers and micro-batches.
     """
     given = {**dict(enumerate(batch)), **named}
     cut = tuple(range(len(batch))) if chosen is None else tuple(chosen)
@@ -452,9 +444,11 @@ def check_cut(
         "What is equal on all workers is given by keyword or in a closure; or say which arguments are batch, "
         "batch=(0, 1) for the first two"
     )
-    lengths = {len_: path for path, leaf in reversed(cut) for len_ in np.shape(leaf)[:1]}
+    lengths: dict[int, str] = {}  # the first argument of each
+    for path, leaf in cut:
+        lengths.setdefault(np.shape(leaf)[0], path)
     if len(lengths) > 1:
-        (one, first), (other, second) = sorted(lengths.items(), key=lambda pair: [p for p, _ in cut].index(pair[1]))[:2]
+        (one, first), (other, second), *_ = lengths.items()
         raise ValueError(
             f"{name}: positional arguments are batch, and are cut along their leading axis. It is {one} in {first} and "
             f"{other} in {second}, so one of them is no batch. {cure}"

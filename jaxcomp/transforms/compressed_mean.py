@@ -4,22 +4,6 @@ The state has a part `local`, which differs between workers, and a part `shared`
 has a leading axis of workers: `init` makes it [1, ...] inside the mapped function, and [n, ...] outside if the ambient
 mesh (`jax.set_mesh`) has the axis. `init_state` does either for you, `state_specs` gives the specs. Private randomness
 of round t on worker i comes from fold_in(fold_in(key, t), i): any round can be replayed, a resumed run is the same run.
-
-A hierarchy is a mapping from axes to algorithms, in the order of the exchanges, say {"ici": jc.direct(jc.identity()),
-"dcn": jc.error_feedback(jc.sidco(1e-3))}: the mean over the first axis is the gradient of the second level, so the
-devices along "ici" have equal messages for "dcn", and in sums and gathers each of them carries one part.
-
-Routes (`jaxcomp.exchange.routes`), with the lane bytes that a worker sends, of n:
-
-    gather    (n - 1)        all payloads to all workers, any compressor
-    sum       2 (n - 1) / n  payloads added on the way, linear compressors; 3 (n - 1) / n for 16-bit floats with an
-                             algorithm that has a memory, whose mean must not be rounded once more
-    concat, ring, ragged     all payloads without their padding (`dagc`): bitwise the mean of gather
-    ladder                   all payloads in the shortest code for what they hold: bitwise that mean again
-    two_shot  2 (n - 1) / n  each worker adds up one chunk and sends the sum, compressed again, to all
-    auto                     linear parts by sum, small dense leaves among them; the others by gather, or by the route
-                             that is expected to be fastest on `link` where lengths differ; where that would send more
-                             than f32, two_shot, or decoded messages by sum (`routes.route`)
 """
 
 import contextlib
@@ -78,10 +62,12 @@ def compressed_mean(
     Args:
         algorithm: `direct`, `error_feedback`, `diana`, ...; None where axis_name is a mapping.
         axis_name: mapped axis, a tuple of them, or a mapping from axes to algorithms (a hierarchy, say
-            {"ici": jc.direct(jc.identity()), "dcn": jc.error_feedback(jc.sidco(1e-3))}: the exchanges in their order,
-            the mean over the first axis is the gradient of the second); None,
-            which must be said, for a single worker without an axis.
-        via: "auto" or a name in `jaxcomp.exchange.ROUTES`: how messages travel; or a `Route` of your own.
+            {"ici": jc.direct(jc.identity()), "dcn": jc.error_feedback(jc.sidco(1e-3))}: the exchanges in their order.
+            The mean over the first axis is the gradient of the second level, so that the devices along "ici" have
+            equal messages for "dcn", and each carries one part of them); None, which must be said, for a single worker
+            without an axis.
+        via: "auto" or a name in `jaxcomp.exchange.ROUTES`, each of them a file with what it sends: how messages travel;
+            or a `Route` of your own.
         weights: relative weight of each worker, n numbers >= 0; divided by their sum. None: those that
             the compressor brings (`dagc`), else equal.
         seed: int or key for both kinds of randomness.

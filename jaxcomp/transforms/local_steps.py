@@ -1,13 +1,9 @@
 """Steps of local updates inside any `jax.jit`: the loss is written as for one device.
 
-Two stages, as in `value_and_grad`, so that the loss may be sharded by the compiler:
-
-    stage 1   shard_map over the axes of the workers alone: loss and gradient of each worker at its own parameters.
-              Other mesh axes (tensor parallel, FSDP) stay as they are, Auto or Explicit.
-    stage 2   shard_map over all axes: each device steps with its own shard, and exchanges it where a round ends.
-
-Nothing crosses between workers in a step without an exchange, the loss neither. With a weight W_it of each step (say
-tokens) a worker's difference counts what its steps since the last exchange counted (`local_updates`, weighted):
+It runs in two stages (`transforms.meshes`): loss and gradient of each worker at its own parameters; then each device
+steps with its own shard, and exchanges it where a round ends. Nothing crosses between workers in a step without an
+exchange, the loss neither. With a weight W_it of each step (say tokens) a worker's difference counts what its steps
+since the last exchange counted (`local_updates`, weighted):
 
     theta <- outer(theta, sum_i W_i (theta - theta_i) / sum_i W_i),   W_i = sum_t W_it
 """

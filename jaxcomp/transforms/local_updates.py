@@ -157,13 +157,7 @@ def local_updates(
             parameters, or like some of them (`optax.contrib.muon` has mu of all and nu of the rest). None: the state
             stays with the worker.
         moments_algorithm: of the differences of moments; None: as of those of parameters (in a hierarchy: the last).
-        via: "auto" or a name in `jaxcomp.exchange.ROUTES`: how messages travel; or a `Route` of your own.
-        weights: relative weight of each worker, n numbers >= 0; None: those of the compressor (`dagc`), else equal.
-        seed: int or key for both kinds of randomness.
-        measure: whether, or in which one of k rounds, `info` has errors, non-finite entries and bits of entropy codes.
-        link: `Link` between workers, or levels of them by name, by which via="auto" chooses.
-        sharded: PartitionSpecs of parameters that are cut over other mesh axes, or the names of these.
-        bucket_bytes: size of buckets of leaves that are exchanged by themselves, or what `jc.buckets` makes; None: one.
+        via, weights, seed, measure, link, sharded, bucket_bytes: as for `compressed_mean`.
         weighted: whether update takes `weight`, a number >= 0: what the batch of this step counts at this worker (its
             tokens, say). The mean of the differences is then sum_i W_i Delta_i / sum_i W_i, with W_i the weights of the
             steps since the last difference (times those of `weights`); n W_i Delta_i / sum_i W_i is what is compressed

@@ -156,9 +156,8 @@ def _type(leaf: Any) -> Any:
 def find_specs(name: str, params: Any, mesh: Meshes, workers: tuple[str, ...], given: Any) -> tuple[PartitionSpec, ...]:
     """How each leaf of the parameters is cut: as given (a prefix tree of specs), else as the arrays lie.
 
-    Raises:
-        ValueError: that cannot be known: inside jit, over axes that are left to the compiler, or before the parameters
-            were placed on the mesh.
+    ValueError where that cannot be known: inside jit, over axes that are left to the compiler, or before the parameters
+    were placed on the mesh.
     """
     if given is not None:
         is_none = lambda node: node is None
@@ -315,9 +314,7 @@ def own_gradients_on_mesh(
 ) -> WorkerResult:
     """Results of `own_gradients` at each worker at parameters of its own, all behind a leading axis of workers.
 
-    Args:
-        owners: axes over which parameters differ; in `inputs` they have a leading axis of these already.
-        why: no mean over the workers can be taken in the loss.
+    owners: axes over which parameters differ, a leading axis of which they have in `inputs`. why: see `mean_over`.
     """
 
     def one(axis, number, inputs, scale):
@@ -389,11 +386,7 @@ LOOKUP = (
 def warn_of_lookups(run: Callable[..., Any], mesh: Any, workers: tuple[str, ...], specs: Any, trained: Any) -> None:
     """Warns of lookups of sharded tables in stage 1, where XLA was seen to abort; before it can.
 
-    Args:
-        run: stage 1, a function of the parameters. It is traced once more where there is such a table.
-        mesh, workers: see there.
-        specs: of the parameters; () where none is cut.
-        trained: parameters.
+    run: stage 1, a function of the parameters, which is traced once more where there is such a table.
     """
     auto = [name for name in _of_type(mesh, AxisType.Auto) if name not in workers and mesh.shape[name] > 1]
     if len(auto) < 2 or all(mesh.shape[name] == 1 for name in workers):
@@ -463,17 +456,9 @@ def _whole(mesh: Any, workers: tuple[str, ...], tree: Any) -> Any:
 def exchange_on_mesh(
     tx: optax.GradientTransformation, mesh: Any, axis: Axis, specs: Any, grads: Any, state: Any
 ) -> tuple[Any, Any]:
-    """Gradients [n, ...] to directions, by `compressed_mean`.
+    """Gradients [n, ...] to directions laid out like the parameters, and the next state, by `compressed_mean`.
 
-    Args:
-        tx: made with `sharded=specs`.
-        mesh, axis: of the workers.
-        specs: of the parameters, a tree like them; None where all are whole.
-        grads: see above.
-        state: of tx, whole.
-
-    Returns:
-        Directions laid out like the parameters, and the state.
+    tx: made with sharded=specs. specs: of the parameters, a tree like them; None where all are whole.
     """
     workers = axis_names(axis)
     outer = jax.tree.map(lambda _: P(), grads) if specs is None else specs_like(grads, specs)

@@ -71,12 +71,9 @@ def rounds(
         axis_name: mapped axis, a tuple of them, or None for a single worker. Or a hierarchy, a mapping from axes to
             algorithms, the last of which is the method: {"ici": jc.direct(jc.identity()), "dcn": adiana(...)}. The
             method then sees, as the gradient of its worker, what the exchange over the first axes brings.
-        via: "auto" or a name in `jaxcomp.exchange.ROUTES`: how messages travel; or a `Route` of your own.
-        weights: relative weight of each worker, n numbers >= 0; None: the compressor's (`dagc`), else equal. Loss
-            means over what workers do not have in equal numbers (tokens) are written with `jc.mean_over`, which knows
-            them.
-        link: `Link` between workers, or levels of them by name, by which via="auto" chooses.
-        seed: int or key for both kinds of randomness.
+        via, seed, link: as for `compressed_mean`.
+        weights: likewise. Loss means over what workers do not have in equal numbers (tokens) are written with
+            `jc.mean_over`, which knows them.
         code: of the messages that are counted, as for `code_bits`.
 
     Returns:

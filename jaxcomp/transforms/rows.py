@@ -168,14 +168,8 @@ def _started(before: Any, params: Any, place: Placement, count: int | None = Non
 def with_rows(
     name: str, mean: optax.GradientTransformation, axes: tuple[str, ...], sharded: Any, before: Any = None
 ) -> Transformation:
-    """The mean where the axes are not bound: it takes `WorkerGradients`, and runs on their mesh.
-
-    Args:
-        name: of the outer form, for errors.
-        mean: where they are bound.
-        axes: of all workers.
-        sharded, before: as for `compressed_mean`.
-    """
+    """The mean where the axes of the workers are not bound, from that where they are: it takes `WorkerGradients`, and
+    runs on their mesh."""
     specs = None if is_names(sharded) else sharded
     inside = mean if before is None else with_before(before, mean, axes)  # pyright: ignore[reportArgumentType]
     before = None if before is None else optax.with_extra_args_support(before)

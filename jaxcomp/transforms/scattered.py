@@ -115,16 +115,8 @@ def scattered_mean(
     root: Array,
     options: dict[str, Any],
 ) -> optax.GradientTransformationExtraArgs:
-    """The mean direction of leaves that are cut over the workers: whole gradients in, shards out.
-
-    Args:
-        name: of the outer form, for errors.
-        algorithm: `direct` or `error_feedback`.
-        placement: of the workers.
-        dimensions: along which each leaf is cut.
-        root: key of both kinds of randomness.
-        options: of `exchange_of`.
-    """
+    """The mean direction of leaves that are cut over the workers, each along its dimension: whole gradients in, shards
+    out. algorithm: `direct` or `error_feedback`."""
     run = exchange_of(name, algorithm, placement, SCATTER, root, **options)
     axis = placement.workers
 

@@ -158,7 +158,7 @@ class ValueAndGrad:
                 out = _on_mesh(self, problem, mesh, inputs, state)
         (loss, aux, new, grads, *_), state = out
         _put_back(problem, params, (batch, named), inputs.rest, new)
-        return (loss, aux) if self.loss.has_aux else loss, like_params(params, problem.trained, grads), state
+        return (loss, aux) if self.loss.has_aux else loss, like_params(problem.trained, grads), state
 
     def _mesh(self, *trees: Any) -> Mesh | AbstractMesh | None:
         names = axis_names(self.axis)
@@ -268,13 +268,8 @@ def value_and_grad(
         keys: names of the keyword arguments that hold random keys, of which each worker and micro-batch gets its own.
             None: all that have the dtype of keys; what looks like an untyped one is refused. (): none, all workers have
             the same.
-        via: "auto" or a name in `jaxcomp.exchange.ROUTES`: how messages travel; or a `Route` of your own.
-        weights: relative weight of each worker, n numbers >= 0; None: the compressor's (`dagc`), else equal. Loss
-            and averaged auxiliary values are weighted as gradients are.
-        seed: int or key for both kinds of randomness.
-        measure: whether, or in which one of k rounds, `info` has errors, non-finite entries and bits of entropy codes.
-        link: `Link` between workers, or levels of them by name, by which via="auto" chooses.
-        bucket_bytes: size of buckets of leaves that are exchanged by themselves, or what `jc.buckets` makes; None: one.
+        via, seed, measure, link, bucket_bytes: as for `compressed_mean`.
+        weights: likewise; loss and averaged auxiliary values are weighted as gradients are.
         gradients: "per_worker": as above. "unreduced": the loss is called once, on the whole batch, and JAX leaves its
             gradient unreduced over the workers: masks, class weights, contrastive losses, statistics and auxiliary
             values are plain JAX's, and need no `weight` nor `aux`. On a mesh whose axes are Explicit, outside of
@@ -415,7 +410,7 @@ def worker_value_and_grad(
         check_cut(name, how.batch, batch, named, problem.call, found, workers)
         made = _first_stage(problem, found, workers, inputs)
         _put_back(problem, params, (batch, named), inputs.rest, made.rest)
-        grads = like_params(params, problem.trained, jax.tree.map(WorkerGradients, made.grads))
+        grads = like_params(problem.trained, jax.tree.map(WorkerGradients, made.grads))
         return (made.loss, made.aux) if has_aux else made.loss, grads
 
     return value_and_grad
