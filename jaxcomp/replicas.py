@@ -240,7 +240,7 @@ def skip_nonfinite(tx: optax.GradientTransformation, axis_name: Any) -> optax.Gr
         return SkipState(tx.init(params), jnp.zeros((), jnp.int32))
 
     def update(grads, state, params=None, **extra):
-        if axis is not None and not is_bound(axis):
+        if not is_bound(axis):
             raise ValueError(f"skip_nonfinite: no axis named {axis!r} is bound here")
         others, _ = unknown_axes(grads, axis, axis_names(axis))
         if others:

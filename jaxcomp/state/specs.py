@@ -31,7 +31,7 @@ __all__ = [
 
 
 def is_names(sharded: Any) -> bool:
-    """Whether it names the axes over which all parameters are cut, or none: no tree of PartitionSpecs."""
+    """Whether it names mesh axes, or none: no tree of PartitionSpecs, nor a mapping."""
     return (
         sharded is None
         or isinstance(sharded, str)
@@ -296,8 +296,7 @@ def _whole(specs: Any, params: Any) -> Any:
 def _check_kinds(tx: Any, params: Any, mesh: Any, axis_name: Any) -> None:
     """Raises TypeError where arguments of `init_state` are in another order."""
     is_mesh = isinstance(mesh, (Mesh, AbstractMesh, int)) and not isinstance(mesh, bool)
-    names = axis_names(axis_name) if isinstance(axis_name, (str, tuple)) or axis_name is None else axis_name
-    is_axis = isinstance(names, Mapping) or (isinstance(names, tuple) and all(isinstance(name, str) for name in names))
+    is_axis = isinstance(axis_name, Mapping) or is_names(axis_name)
     is_tx = callable(getattr(tx, "init", None)) and not isinstance(tx, (Algorithm, Compressor))
     kinds = {"tx": (tx, is_tx), "mesh": (mesh, is_mesh), "axis_name": (axis_name, is_axis)}
     for name, (value, fits) in kinds.items():

@@ -150,7 +150,12 @@ def means_over(
         chosen: numbers of the levels, ascending; None for all. Earlier levels have made what it sees equal already.
     """
     names = [axis_names(axis) for axis in levels]
-    check_levels(levels, names, sharded, partial)
+    every = [each for group in names for each in group]
+    if not levels or (not all(names) and partial) or len(set(every)) < len(every):
+        raise ValueError(
+            "compressed_mean: means over part of a mesh need names, and each level axes of its own; "
+            f"got {list(levels)} and sharded={sharded!r}"
+        )
     if not isinstance(measure, (bool, int)) or not 0 <= measure < 2**31:
         raise ValueError(f"{name}: measure must be True, False or an integer in 1 .. 2^31 - 1; got {measure!r}")
     options = {"measure": int(measure), "code": "fixed" if measure else None, **options}
@@ -198,16 +203,6 @@ def by_level(
         yield algorithm, placement, jax.random.fold_in(root, i) if len(levels) > 1 else root
 
 
-def check_levels(levels: dict[Any, Any], names: list[tuple[str, ...]], sharded: Any, partial: bool) -> None:
-    """Raises ValueError unless every level has axes of its own, and names where others remain."""
-    every = [name for each in names for name in each]
-    if not levels or (not all(names) and partial) or len(set(every)) < len(every):
-        raise ValueError(
-            "compressed_mean: means over part of a mesh need names, and each level axes of its own; "
-            f"got {list(levels)} and sharded={sharded!r}"
-        )
-
-
 def levels_of(algorithm: Any, axis_name: Any, weights: Any, name: str = "compressed_mean") -> dict[Any, Any]:
     """Axis -> algorithm, in the order of the exchanges."""
     if axis_name is MISSING:
@@ -218,7 +213,7 @@ def levels_of(algorithm: Any, axis_name: Any, weights: Any, name: str = "compres
     if isinstance(axis_name, (Algorithm, Compressor)):
         raise TypeError(f"{name}: give algorithm before axis_name; got {axis_name!r} for axis_name")
     for axis in axis_name if isinstance(axis_name, Mapping) else (axis_name,):
-        if not (axis is None or all(isinstance(each, str) for each in (axis if isinstance(axis, tuple) else (axis,)))):
+        if not is_names(axis):
             raise TypeError(
                 f"{name}: axis_name must be the name of a mapped axis, a tuple of names, a mapping from these to "
                 f"algorithms, or None; got {axis!r}"
@@ -238,9 +233,6 @@ def _mean(
     """`compressed_mean` over the workers of one placement."""
     run = exchange_of(name, require_algorithm(name, algorithm), placement, via, root, **options)
 
-    def init(params):
-        return run.init(params)
-
     def update(grads, state, params=None, **extra):
         del params, extra
         check_gradients(grads, placement)
@@ -253,7 +245,7 @@ def _mean(
         with jax.named_scope("jc_layout"):
             return join(after.about.groups, direction, grads), after
 
-    return Transformation(init, update)  # pyright: ignore[reportArgumentType]
+    return Transformation(run.init, update)  # pyright: ignore[reportArgumentType]
 
 
 def _by_shards(

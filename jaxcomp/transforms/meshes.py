@@ -143,14 +143,11 @@ def _of_arrays(trees: Any) -> Meshes | None:
             if isinstance(leaf.sharding, NamedSharding):
                 return leaf.sharding.mesh
         elif isinstance(leaf, Tracer | jax.ShapeDtypeStruct):
-            mesh = getattr(getattr(_type(leaf), "sharding", None), "mesh", None)
+            kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+            mesh = getattr(getattr(kind, "sharding", None), "mesh", None)
             if mesh is not None and not mesh.empty:
                 return mesh
     return None
-
-
-def _type(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
 
 
 def find_specs(name: str, params: Any, mesh: Meshes, workers: tuple[str, ...], given: Any) -> tuple[PartitionSpec, ...]:

@@ -250,15 +250,16 @@ def problem_of(
 
 
 class _Calling(NamedTuple):
-    """The caller of a loss. axes: of the workers. shares: of each. refusal: why no mean over them can be taken."""
+    """The caller of a loss. axes: of the workers, () where it is called by hand. shares: of each. refusal: why no mean
+    over them can be taken."""
 
-    axes: tuple[str, ...]
-    shares: tuple[tuple[Axis, tuple[float, ...]], ...]
+    axes: tuple[str, ...] = ()
+    shares: tuple[tuple[Axis, tuple[float, ...]], ...] = ()
     refusal: str = ""
 
 
 # A context that jax.jit knows of: a loss that is compiled by itself is traced again in another one.
-_calling = jax.make_user_context(None)
+_calling = jax.make_user_context(_Calling())
 
 
 def weighing(axis: Axis, shares: Any = (), refusal: str = "") -> Any:
@@ -302,7 +303,7 @@ def mean_over(x: Array, mask: Array | None = None, axis: Axis = "data") -> Array
     >>> print(jc.mean_over(x, mask), jax.vmap(jc.mean_over, axis_name="data")(x, mask))
     2.0 [2. 2.]
     """
-    here: _Calling | None = _calling.value  # pyright: ignore[reportAssignmentType]
+    here: _Calling = _calling.value  # pyright: ignore[reportAssignmentType]
     x = jnp.asarray(x)
     mask = jnp.ones((), x.dtype) if mask is None else jnp.asarray(mask)
     try:
@@ -311,12 +312,10 @@ def mean_over(x: Array, mask: Array | None = None, axis: Axis = "data") -> Array
         fits = False
     if not fits:
         raise ValueError(f"mean_over: the mask must broadcast to the shape {x.shape} of x; got {mask.shape}")
-    names = axis_names(axis)
-    if here is not None:
-        names = tuple(stand_in(name) if stand_in(name) in here.axes else name for name in names)
-    if here is not None and here.refusal:
+    names = tuple(stand_in(name) if stand_in(name) in here.axes else name for name in axis_names(axis))
+    if here.refusal:
         raise ValueError(f"mean_over: {here.refusal}. Return (loss, weight) instead, with weight=True")
-    if here is not None and here.axes and set(names) != set(here.axes):
+    if here.axes and set(names) != set(here.axes):
         raise ValueError(f"mean_over: axis must be {here.axes}, that of the workers; got {axis!r}")
     manual = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
     if manual and not set(names) <= set(manual):
@@ -325,8 +324,7 @@ def mean_over(x: Array, mask: Array | None = None, axis: Axis = "data") -> Array
     counts = jnp.broadcast_to(mask, x.shape).astype(kind)
     total = jnp.sum(jnp.where(counts != 0, x.astype(kind) * counts, 0))
     bound = names if names and is_bound(names) else None
-    shares = here.shares if here is not None and here.axes else ()
-    found = _ratio(total, jnp.sum(counts), axis_names(bound), shares)
+    found = _ratio(total, jnp.sum(counts), axis_names(bound), here.shares if here.axes else ())
     return found.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else found
 
 
@@ -488,8 +486,8 @@ def _differentiated(
 def _called(problem: Problem, trained: Any, rest: list[Any], arguments: Any) -> Any:
     """The tree of parameters after one call of the loss, loss, auxiliary values, weight."""
     how, tree, (batch, named) = problem.loss, problem.trained.join(trained, rest), arguments
-    here: _Calling | None = _calling.value  # pyright: ignore[reportAssignmentType]
-    pieces = how.micro_batches * (1 if here is None else axis_size(here.axes))
+    here: _Calling = _calling.value  # pyright: ignore[reportAssignmentType]
+    pieces = how.micro_batches * axis_size(here.axes)
     with names_whole_arrays(how.batch, batch, named, pieces):
         out, extra, weight = how.function(tree, *batch, **named), None, None
     if how.has_aux:
