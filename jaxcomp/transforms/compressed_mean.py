@@ -112,14 +112,14 @@ def compressed_mean(
     options = {"weights": weights, "measure": measure, "link": link, "bucket_bytes": bucket_bytes}
     # Keys that are made here are constants, wherever the transformation is built.
     with contextlib.nullcontext() if isinstance(seed, Tracer) else constants():
-        inside = means_over("compressed_mean", levels, via, root_key(seed), sharded, partial, **options)
+        mean = means_over("compressed_mean", levels, via, root_key(seed), sharded, partial, **options)
     axes = tuple(name for axis in levels for name in axis_names(axis))
     if before is not None and not isinstance(before, optax.GradientTransformation):
         raise TypeError(f"compressed_mean: before must be an optax transformation; got {before!r}")
-    outside = with_rows("compressed_mean", inside, axes, sharded, before) if axes else inside
-    inside = inside if before is None else with_before(before, inside, axes)
+    inside = mean if before is None else with_before(before, mean, axes)
     if not axes:
         return inside
+    outside = with_rows("compressed_mean", mean, inside, axes, sharded, before)
 
     def update(grads, state, params=None, **extra):
         return (inside if is_bound(axes) else outside).update(grads, state, params, **extra)

@@ -253,28 +253,27 @@ class LocalProcess:
         for p, part in enumerate(self._parts):
             if self._times.takes(p, self._count):
                 here = cut(self.point, part.numbers)
-                # Without a step in between, the difference is the inner update itself, before it was rounded.
-                exact = self._negative(cut(updates, part.numbers), here) if self._exact else None
-                difference = self._take(here, cut(after, part.numbers)) if exact is None else exact
+                if self._exact:  # without a step in between: the inner update itself, before it was rounded
+                    difference = self._negative(cut(updates, part.numbers), here)
+                else:
+                    difference = self._take(here, cut(after, part.numbers))
                 self._parts[p] = part = part._replace(pending=self._thread.submit(self._exchanged, part, difference))
             if self._times.merges(p, self._count) and part.pending is not None:
                 after = self._joined(p, part, params, after)
-        due = [name for name, period in self._periods if self._count % period == 0]
-        sent = {name: self._send_moment(name, params) for name in due}
-        for name, pending in sent.items():
-            self._take_moment(name, pending, params)
+        self._average_moments(params)
         return after
 
-    def _send_moment(self, name: str, params: Any) -> Future:
-        own = moment_of(self._state, self._places[name], params)
-        return self._thread.submit(self._exchanged, self._moments[name], self._away(self.moments[name], own))
-
-    def _take_moment(self, name: str, pending: Future, params: Any) -> None:
-        direction, mean = self._waited_for(pending)
-        own = moment_of(self._state, self._places[name], params)
-        self.moments[name], own = self._average(name, self.moments[name], direction, own)
-        self._state = replaced_by(self._state, self._places[name], own)
-        self._moments[name] = self._moments[name]._replace(mean=mean)
+    def _average_moments(self, params: Any) -> None:
+        """Sends all moments that are due, then waits for them."""
+        own = lambda name: moment_of(self._state, self._places[name], params)
+        due = [name for name, period in self._periods if self._count % period == 0]
+        away = {name: self._away(self.moments[name], own(name)) for name in due}
+        sent = {name: self._thread.submit(self._exchanged, self._moments[name], away[name]) for name in due}
+        for name in due:
+            direction, mean = self._waited_for(sent[name])
+            self.moments[name], mine = self._average(name, self.moments[name], direction, own(name))
+            self._state = replaced_by(self._state, self._places[name], mine)
+            self._moments[name] = self._moments[name]._replace(mean=mean)
 
     def _averaged(self, name: str, point: Any, direction: Any, own: Any) -> tuple[Any, Any]:
         point = moved(name, point, direction)

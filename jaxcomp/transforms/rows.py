@@ -166,12 +166,13 @@ def _started(before: Any, params: Any, place: Placement, count: int | None = Non
 
 
 def with_rows(
-    name: str, mean: optax.GradientTransformation, axes: tuple[str, ...], sharded: Any, before: Any = None
+    name: str, mean: Transformation, inside: Transformation, axes: tuple[str, ...], sharded: Any, before: Any = None
 ) -> Transformation:
-    """The mean where the axes of the workers are not bound, from that where they are: it takes `WorkerGradients`, and
-    runs on their mesh."""
+    """The mean where the axes of the workers are not bound: it takes `WorkerGradients`, and runs on their mesh.
+
+    mean, inside: where they are bound, without and with `before`.
+    """
     specs = None if is_names(sharded) else sharded
-    inside = mean if before is None else with_before(before, mean, axes)  # pyright: ignore[reportArgumentType]
     before = None if before is None else optax.with_extra_args_support(before)
 
     def init(params):
