@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from jaxcomp.arrays import as_words
 from jaxcomp.exchange.agreement import check_options
@@ -63,9 +62,10 @@ def _kinds(tree: Any, axis: Any, specs: Any) -> dict[frozenset[str], list[tuple[
         local = lambda axes, outer: frozenset((*outer, *axis_names(axes))) if along else LOCAL
         differ = lay_out(tree, axis, Marks(local, shared=frozenset, rest=lambda leaf: frozenset()))
     else:
-        every = lambda spec, part: jax.tree.map(lambda _: _names_in(spec), part)
+        names_in = lambda spec: frozenset(name for entry in spec for name in axis_names(entry))
+        every = lambda spec, part: jax.tree.map(lambda _: names_in(spec), part)
         try:
-            differ = jax.tree.map(every, specs, tree, is_leaf=lambda node: isinstance(node, PartitionSpec))
+            differ = jax.tree.map(every, specs, tree)
         except ValueError as error:
             raise ValueError(f"fingerprints: specs must be those of the tree, as in in_specs: {error}") from None
     kinds = collections.defaultdict(list)
@@ -76,10 +76,6 @@ def _kinds(tree: Any, axis: Any, specs: Any) -> dict[frozenset[str], list[tuple[
 
 
 LOCAL = frozenset(["some axis"])  # of local state, where no axis is named
-
-
-def _names_in(spec: PartitionSpec) -> frozenset[str]:
-    return frozenset(name for entry in spec if entry is not None for name in axis_names(entry))
 
 
 def _mark(leaves: list[tuple[int, Array]]) -> Array:
@@ -244,7 +240,7 @@ def skip_nonfinite(tx: optax.GradientTransformation, axis_name: Any) -> optax.Gr
         return SkipState(tx.init(params), jnp.zeros((), jnp.int32))
 
     def update(grads, state, params=None, **extra):
-        if axis is not None and not is_bound(axis):
+        if not is_bound(axis):
             raise ValueError(f"skip_nonfinite: no axis named {axis!r} is bound here")
         others, _ = unknown_axes(grads, axis, axis_names(axis))
         if others:

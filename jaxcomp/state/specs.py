@@ -19,6 +19,7 @@ __all__ = [
     "check_order",
     "check_wrappers",
     "init_state",
+    "is_names",
     "lay_out",
     "names_of",
     "per_worker",
@@ -27,6 +28,15 @@ __all__ = [
     "state_axes",
     "state_specs",
 ]
+
+
+def is_names(sharded: Any) -> bool:
+    """Whether it names mesh axes, or none: no tree of PartitionSpecs, nor a mapping."""
+    return (
+        sharded is None
+        or isinstance(sharded, str)
+        or (isinstance(sharded, tuple) and all(isinstance(name, str) for name in sharded))
+    )
 
 
 class Marks(NamedTuple):
@@ -45,11 +55,8 @@ class Marks(NamedTuple):
 
 def lay_out(state: Any, axis: Axis, marks: Marks) -> Any:
     """A tree of the structure of an optimizer state, with what `marks` says for each array."""
-
     fill = lambda value, tree: jax.tree.map(lambda _: value, tree)
-
-    def axes_of(place):
-        return place.workers if place.partial else axis
+    axes_of = lambda place: place.workers if place.partial else axis
 
     def of_mean(node):
         place = node.about.placement
@@ -60,7 +67,7 @@ def lay_out(state: Any, axis: Axis, marks: Marks) -> Any:
         first, own = marks.local(axes_of(node.placement), ()), marks.own
         if own is None:
             return OwnState(fill(first, node.local), node.placement, node.roles)
-        behind = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x)), node.local)
+        behind = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), _shapes(node.local))
         rest = jax.tree.map(marks.rest, behind, is_leaf=marks.is_leaf)
         return OwnState(jax.tree.map(lambda spec: own(first, spec), rest), node.placement, node.roles)
 
@@ -72,11 +79,7 @@ def lay_out(state: Any, axis: Axis, marks: Marks) -> Any:
                     "state_specs: optax.MultiSteps accumulates gradients per worker, and one of them is a scalar, "
                     f"which cannot be laid out over axis {axis!r}. Make that parameter a vector of one entry."
                 )
-        fields = {name: walk(value) for name, value in node._asdict().items() if name != "acc_grads"}
-        return type(node)(**fields, acc_grads=jax.tree.map(lambda _: local, node.acc_grads))
-
-    def walk_fields(node):
-        return type(node)(*map(walk, node))
+        return type(node)(*map(walk, node))._replace(acc_grads=fill(local, node.acc_grads))
 
     def special(node):
         return is_mean(node) or is_own(node) or _is_steps(node) or marks.is_leaf(node)
@@ -87,8 +90,10 @@ def lay_out(state: Any, axis: Axis, marks: Marks) -> Any:
                 return of_mean(x)
             if is_own(x):
                 return of_own(x)
+            if not _is_steps(x):
+                return marks.rest(x)
             # Around a mean, MultiSteps accumulates each worker's own gradients; behind one, what is equal on all.
-            return of_steps(x) if _is_steps(x) and _has_mean(x) else walk_fields(x) if _is_steps(x) else marks.rest(x)
+            return of_steps(x) if _has_mean(x) else type(x)(*map(walk, x))
 
         return jax.tree.map(one, node, is_leaf=special)
 
@@ -119,11 +124,10 @@ def state_specs(state: Any, axis_name: Any, *, params: Any = None, specs: Any = 
     """
     _check_has_mean("state_specs", state)
     axis = names_of(axis_name)
-    whole = lambda tree: [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
     like_params = lambda node: False
     masked = lambda node: isinstance(node, optax.MaskedNode)  # in place of the parameters of other optimizers
     if specs is not None:
-        structure, shapes = jax.tree.structure(params), whole(params)
+        structure, shapes = jax.tree.structure(params), list(map(jnp.shape, jax.tree.leaves(params)))
 
         def like_params(node):
             if jax.tree.structure(node, masked) != structure:
@@ -266,12 +270,9 @@ def init_state(
     whole = PartitionSpec() if specs is None else specs
     leaves = jax.tree.leaves(params)
     if isinstance(mesh, AbstractMesh) or (leaves and all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)):
-        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
-        abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-        abstract = abstract.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-        make = jax.shard_map(tx.init, mesh=abstract, in_specs=(whole,), out_specs=made)
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # whatever mesh is in force here
-            state = jax.eval_shape(make, params)
+        make = jax.shard_map(tx.init, mesh=_automatic(mesh), in_specs=(whole,), out_specs=made)
+        with _no_mesh():
+            state = jax.eval_shape(make, _shapes(params))
         if isinstance(mesh, AbstractMesh):
             return state, made
         place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
@@ -284,9 +285,8 @@ def init_state(
 
 def _whole(specs: Any, params: Any) -> Any:
     """A spec for each parameter, from a prefix tree of specs."""
-    is_spec = lambda node: isinstance(node, PartitionSpec)
     try:
-        return jax.tree.map(lambda spec, tree: jax.tree.map(lambda _: spec, tree), specs, params, is_leaf=is_spec)
+        return jax.tree.map(lambda spec, tree: jax.tree.map(lambda _: spec, tree), specs, params)
     except ValueError as error:
         raise ValueError(
             f"init_state: specs must be a tree of PartitionSpecs like params, or a prefix of it; got {specs!r}"
@@ -296,8 +296,7 @@ def _whole(specs: Any, params: Any) -> Any:
 def _check_kinds(tx: Any, params: Any, mesh: Any, axis_name: Any) -> None:
     """Raises TypeError where arguments of `init_state` are in another order."""
     is_mesh = isinstance(mesh, (Mesh, AbstractMesh, int)) and not isinstance(mesh, bool)
-    names = axis_names(axis_name) if isinstance(axis_name, (str, tuple)) or axis_name is None else axis_name
-    is_axis = isinstance(names, Mapping) or (isinstance(names, tuple) and all(isinstance(name, str) for name in names))
+    is_axis = isinstance(axis_name, Mapping) or is_names(axis_name)
     is_tx = callable(getattr(tx, "init", None)) and not isinstance(tx, (Algorithm, Compressor))
     kinds = {"tx": (tx, is_tx), "mesh": (mesh, is_mesh), "axis_name": (axis_name, is_axis)}
     for name, (value, fits) in kinds.items():
@@ -308,6 +307,31 @@ def _check_kinds(tx: Any, params: Any, mesh: Any, axis_name: Any) -> None:
             )
 
 
+ALONE = (
+    "{} around an exchange lets each worker decide by its own gradient whether to take part, so that one NaN blocks "
+    "the others or leaves them with other states. Use jc.replicas.skip_nonfinite(tx, axis_name), by which all workers "
+    "skip a step together"
+)
+REFUSED = {  # states of wrappers of optax -> why there is none around an exchange
+    optax.ApplyIfFiniteState: ALONE.format("optax.apply_if_finite"),
+    optax.contrib.SAMState: (
+        "optax.contrib.sam around an exchange would take steps at each worker's own point. Give it gradients that are "
+        "exchanged before: those of jc.value_and_grad(loss, algorithm)"
+    ),
+    optax.transforms.ConditionallyMaskState: (
+        "optax.conditionally_mask around an exchange leaves its state as it was where the condition is not met, which "
+        "the types of shard_map do not allow. Put the condition behind the mean: "
+        "optax.chain(jc.compressed_mean(...), optax.conditionally_mask(optimizer, ...))"
+    ),
+    optax.transforms.ConditionallyTransformState: (
+        "optax.conditionally_transform around an exchange returns each worker's own gradient where the condition is "
+        "not met, and the workers go apart. Put the condition behind the mean: optax.chain(jc.compressed_mean(...), "
+        "optax.conditionally_mask(optimizer, ...)); for an exchange every so many steps take optax.MultiSteps or "
+        "jc.local_updates"
+    ),
+}
+
+
 def check_wrappers(state: Any, divided: bool = False) -> None:
     """Refuses wrappers of optax around a mean by which a worker decides alone, or that let its own gradient through.
 
@@ -315,33 +339,11 @@ def check_wrappers(state: Any, divided: bool = False) -> None:
     """
     if is_mean(state) or is_own(state) or not isinstance(state, tuple) or not _has_mean(state):
         return
-    skips = isinstance(state, optax.MultiStepsState) and jax.tree.leaves(state.skip_state)
-    alone = "optax.MultiSteps(should_skip_update_fn=...)" if skips else "optax.apply_if_finite"
-    if skips or isinstance(state, optax.ApplyIfFiniteState):
-        raise ValueError(
-            f"compressed_mean: {alone} around an exchange lets each worker decide by its own gradient whether to take "
-            "part, so that one NaN blocks the others or leaves them with other states. Use "
-            "jc.replicas.skip_nonfinite(tx, "
-            "axis_name), by which all workers skip a step together"
-        )
-    if isinstance(state, optax.contrib.SAMState):
-        raise ValueError(
-            "compressed_mean: optax.contrib.sam around an exchange would take steps at each worker's own point. Give "
-            "it gradients that are exchanged before: those of jc.value_and_grad(loss, algorithm)"
-        )
-    if isinstance(state, optax.transforms.ConditionallyMaskState):
-        raise ValueError(
-            "compressed_mean: optax.conditionally_mask around an exchange leaves its state as it was where the "
-            "condition is not met, which the types of shard_map do not allow. Put the condition behind the mean: "
-            "optax.chain(jc.compressed_mean(...), optax.conditionally_mask(optimizer, ...))"
-        )
-    if isinstance(state, optax.transforms.ConditionallyTransformState):
-        raise ValueError(
-            "compressed_mean: optax.conditionally_transform around an exchange returns each worker's own gradient "
-            "where the condition is not met, and the workers go apart. Put the condition behind the mean: "
-            "optax.chain(jc.compressed_mean(...), optax.conditionally_mask(optimizer, ...)); for an exchange every "
-            "so many steps take optax.MultiSteps or jc.local_updates"
-        )
+    refused = REFUSED.get(type(state))
+    if isinstance(state, optax.MultiStepsState) and jax.tree.leaves(state.skip_state):
+        refused = ALONE.format("optax.MultiSteps(should_skip_update_fn=...)")
+    if refused is not None:
+        raise ValueError(f"compressed_mean: {refused}")
     if isinstance(state, optax.MaskedState) and not divided:
         tree = means_in(state)[0].about.groups.tree
         masked = lambda node: isinstance(node, optax.MaskedNode)
@@ -384,16 +386,26 @@ def shape_on(mesh: Mesh | AbstractMesh, tx: Any, like: Any) -> Any:
 
     Routes may lay out what is sent by the number of workers.
     """
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), like)
-    abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-    automatic = abstract.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    nothing = AbstractMesh((), ())  # whatever mesh is in force here
     # Who makes the state afterwards tells of leaves that are not compressed.
-    with jax.sharding.use_abstract_mesh(nothing), jax.sharding.use_abstract_mesh(automatic), without_dense_warning():
-        state = jax.eval_shape(tx.init, like)
+    with _no_mesh(), jax.sharding.use_abstract_mesh(_automatic(mesh)), without_dense_warning():
+        state = jax.eval_shape(tx.init, _shapes(like))
     for chain in _chains(state):
         check_order(chain)
     return state
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
+
+
+def _automatic(mesh: Mesh | AbstractMesh) -> AbstractMesh:
+    abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+    return abstract.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def _no_mesh() -> Any:
+    """A context without the mesh that is in force here."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 def shapes_of_shards(params: Any, mesh: Any, specs: Any) -> Any:

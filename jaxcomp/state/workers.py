@@ -155,10 +155,6 @@ def _own(old: OwnState, new: OwnState, keep: str) -> OwnState:
     return OwnState(type(new.local)(**fields), new.placement, new.roles)
 
 
-def _has_shards(mean: MeanState) -> bool:
-    return bool(mean.about.placement.shards)
-
-
 def _rows(mean: MeanState) -> int:
     return np.shape(mean.local.counts.size)[0]
 
@@ -184,9 +180,10 @@ def _mean(old: MeanState, new: MeanState, sizes: list[dict], keep: str) -> MeanS
             raise Misfit(str(error).removeprefix(": ")) from None
     same = lambda a, b: (a.placement, a.roles) == (b.placement, b.roles) and same_leaves(a.groups.tree, b.groups.tree)
     if old.about.placement.shards != new.about.placement.shards and old.about.roles == new.about.roles:
-        where = lambda mean: f"cut over {', '.join(mean.about.placement.shards)}" if _has_shards(mean) else "whole"
+        where = lambda shards: f"cut over {', '.join(shards)}" if shards else "whole"
+        one, other = (where(state.about.placement.shards) for state in (old, new))
         raise Misfit(
-            f"the parameters are {where(old)} in the one and {where(new)} in the other (a mesh axis of length 1 cuts "
+            f"the parameters are {one} in the one and {other} in the other (a mesh axis of length 1 cuts "
             "nothing). jc.compressed_mean(..., sharded=specs) with jc.init_state names the axis whatever its length, "
             "and its shards may become fewer, down to one"
         )
@@ -200,7 +197,8 @@ def _mean(old: MeanState, new: MeanState, sizes: list[dict], keep: str) -> MeanS
     owners = (old.about.owners, new.about.owners)
     move = Move(cuts[0], cuts[1], keep, place.shards, bool(place.outer), old.about.groups, new.about.groups, owners)
     check_shapes(move)
-    local, shared = _algorithm(old.about.roles, old, new, move)
+    mine, fresh = ((state.local.algorithm, state.shared.algorithm) for state in (old, new))
+    local, shared = _by_roles(old.about.roles, mine, fresh, move)
     route_local, route_shared = _route(old, new, move)
     same_key = {
         name: kept_groups(getattr(old.shared, name), getattr(new.shared, name), move) for name in ("count", "key")
@@ -210,11 +208,6 @@ def _mean(old: MeanState, new: MeanState, sizes: list[dict], keep: str) -> MeanS
         new.shared._replace(algorithm=shared, route=route_shared, **same_key),
         new.about,
     )
-
-
-def _algorithm(roles: tuple, old: MeanState, new: MeanState, move: Move) -> tuple[Any, Any]:
-    mine, fresh = ((state.local.algorithm, state.shared.algorithm) for state in (old, new))
-    return _by_roles(roles, mine, fresh, move)
 
 
 def _by_roles(roles: tuple, old: tuple[Any, Any], new: tuple[Any, Any], move: Move) -> tuple[Any, Any]:
@@ -418,7 +411,6 @@ def _steps(old: Any, new: Any, walk: Any, keep: str) -> Any:
     means = lambda state: means_in(state.inner_opt_state)
     if not means(old):  # behind the mean, where all workers accumulate the same
         return type(old)(*map(walk, old, new))
-    fields = {name: walk(value, getattr(new, name)) for name, value in old._asdict().items() if name != "acc_grads"}
     workers, target = (_rows(means(state)[0]) for state in (old, new))
 
     def one(old, new):
@@ -426,4 +418,5 @@ def _steps(old: Any, new: Any, walk: Any, keep: str) -> Any:
         rows = split_lead(rows, (workers, len(rows) // workers))
         return placed(join_lead(pooled(rows, target, keep), 2), new)
 
-    return type(old)(**fields, acc_grads=map_alike(one, old.acc_grads, new.acc_grads))
+    rest = type(old)(*map(walk, old._replace(acc_grads=()), new._replace(acc_grads=())))
+    return rest._replace(acc_grads=map_alike(one, old.acc_grads, new.acc_grads))

@@ -23,7 +23,6 @@ from jaxcomp.exchange.axes import axis_names
 __all__ = [
     "Call",
     "Fixed",
-    "Given",
     "Trained",
     "call_of",
     "check_all_trained",
@@ -85,19 +84,34 @@ class Trained(NamedTuple):
     """Choice of the leaves of a tree of parameters that are trained. Static.
 
     structure: of the tree. names: for each leaf its path if it is trained, `Fixed` if it is no array, else None; ()
-    where all are trained.
+    where all are trained. Where several paths lead to one variable, which is differentiated once, firsts and nodes are
+    for each leaf, and for each variable or leaf that may become None, the number of the first of the same variable;
+    else ().
     """
 
     structure: Any
     names: tuple[Any, ...]
+    firsts: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
 
     def join(self, trained: Any, rest: list[Any]) -> Any:
         """The tree of parameters with these leaves."""
         if not self.names:
             return trained
-        others = iter(rest)
-        leaves = [_leaf(name, trained, others) for name in self.names]
-        return jax.tree.unflatten(self.structure, leaves)
+        others, leaves = iter(rest), []
+        for i, name in enumerate(self.names):
+            if not self.is_own(i):
+                leaves.append(leaves[self.firsts[i]])
+            elif isinstance(name, Fixed):
+                leaves.append(name.value)
+            else:
+                leaves.append(next(others) if name is None else trained[name])
+        tree = jax.tree.unflatten(self.structure, leaves)
+        if not self.nodes:
+            return tree
+        # One object, as in the model: what the loss changes in a variable at one path is changed at all of them.
+        nodes, outside = jax.tree.flatten(tree, is_leaf=_is_apart)
+        return jax.tree.unflatten(outside, [nodes[first] for first in self.nodes])
 
     def part(self, params: Any) -> tuple[Any, list[Any]]:
         """The trained leaves, by their paths (or the tree itself where all are trained), and the other arrays."""
@@ -108,39 +122,7 @@ class Trained(NamedTuple):
 
     def is_own(self, i: int) -> bool:
         """Whether leaf i is none that an earlier path leads to, too."""
-        del i
-        return True
-
-
-def _leaf(name: Any, trained: Any, others: Any) -> Any:
-    return name.value if isinstance(name, Fixed) else next(others) if name is None else trained[name]
-
-
-class Structure(NamedTuple):
-    """tree: of the parameters. leaves, nodes: for each leaf, and for each variable or what is none, the number of the
-    first one of the same variable."""
-
-    tree: Any
-    leaves: tuple[int, ...]
-    nodes: tuple[int, ...]
-
-
-class Tied(Trained):
-    """`Trained` of a model in which several paths lead to one variable, which is differentiated once.
-
-    structure: a `Structure`. names: of each leaf that of the first one of its variable.
-    """
-
-    def join(self, trained: Any, rest: list[Any]) -> Any:
-        others, leaves = iter(rest), []
-        for first, name in zip(self.structure.leaves, self.names, strict=True):
-            leaves.append(leaves[first] if first < len(leaves) else _leaf(name, trained, others))
-        # One object, as in the model: what the loss changes in a variable at one path is changed at all of them.
-        nodes, outside = jax.tree.flatten(jax.tree.unflatten(self.structure.tree, leaves), is_leaf=_is_apart)
-        return jax.tree.unflatten(outside, [nodes[first] for first in self.structure.nodes])
-
-    def is_own(self, i: int) -> bool:
-        return self.structure.leaves[i] == i
+        return not self.firsts or self.firsts[i] == i
 
 
 def check_wrt(name: str, wrt: Any) -> None:
@@ -205,14 +187,15 @@ def trained_of(params: Any, wrt: Any, name: str = "value_and_grad", cure: str = 
     if wrt is not None and not any(isinstance(each, str) for each in names):
         what = getattr(wrt, "__name__", repr(wrt))
         raise ValueError(f"{name}: wrt must choose some of the parameters; there is no {what} in them")
+    what = Trained(jax.tree.structure(params), tuple(names))
     if firsts == list(range(len(names))):
-        return Trained(jax.tree.structure(params), tuple(names))
+        return what
     first_of: dict[Any, int] = {}
     nodes = [
         first_of.setdefault(id(node) if _is_variable(node) else -1 - i, i)
         for i, node in enumerate(jax.tree.leaves(params, is_leaf=_is_apart))
     ]
-    return Tied(Structure(jax.tree.structure(params), tuple(firsts), tuple(nodes)), tuple(names))
+    return what._replace(firsts=tuple(firsts), nodes=tuple(nodes))
 
 
 def check_all_trained(name: str, params: Any, cure: str) -> None:
@@ -229,7 +212,7 @@ def check_all_trained(name: str, params: Any, cure: str) -> None:
 
 
 def _is_apart(node: Any) -> bool:
-    """Whether it counts among the nodes of a `Structure`: a leaf may become None."""
+    """Whether it counts among `Trained.nodes`."""
     return node is None or _is_variable(node)
 
 
@@ -262,7 +245,7 @@ def _repeated(params: Any) -> list[tuple[str, str]]:
     return found
 
 
-def like_params(params: Any, what: Trained, grads: Any) -> Any:
+def like_params(what: Trained, grads: Any) -> Any:
     """Gradients as a tree like the parameters, with None for what is not trained."""
     if not what.names:
         return grads
@@ -273,10 +256,7 @@ def like_params(params: Any, what: Trained, grads: Any) -> Any:
 def write_back(tree: Any, rest: Sequence[bool], old: list[Any], new: list[Any]) -> None:
     """New values of variables that are not trained, into the model that was given.
 
-    Args:
-        tree: the model.
-        rest: whether each leaf of it is one of `old`.
-        old, new: values before and after; None for what did not change.
+    rest: whether each leaf of it is one of `old`. old, new: values before and after; None for what did not change.
     """
     if not any(leaf is not None for leaf in new):
         return
@@ -293,28 +273,20 @@ def write_back(tree: Any, rest: Sequence[bool], old: list[Any], new: list[Any]) 
 # Batch and keywords
 
 
-class Given(NamedTuple):
-    """The arrays of a call. cut: of the batch. whole: equal on all workers. state: of variables of Flax NNX."""
-
-    cut: list[Any]
-    whole: list[Any]
-    state: list[Any]
-
-
 class Call(NamedTuple):
     """How the arguments of a loss are put together again. Static.
 
-    structure: of (batch, named). places: where each leaf is: "cut", "whole", "key" (in `Given.whole`, another one for
-    each worker), "state", or `Fixed`.
+    structure: of (batch, named). places: where each leaf is: "cut" (of the batch), "whole" (equal on all workers),
+    "key" (among these, another one for each worker), "state" (of variables of Flax NNX), or `Fixed`.
     """
 
     structure: Any
     places: tuple[Any, ...]
 
-    def join(self, given: Given) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def join(self, cut: list[Any], whole: list[Any], state: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(batch, named) with these arrays."""
-        cut, whole, state = map(iter, given)
-        of = {"cut": cut, "whole": whole, "key": whole, "state": state}
+        of = {"cut": iter(cut), "whole": iter(whole), "state": iter(state)}
+        of["key"] = of["whole"]
         leaves = [place.value if isinstance(place, Fixed) else next(of[place]) for place in self.places]
         return jax.tree.unflatten(self.structure, leaves)
 
@@ -325,8 +297,13 @@ class Call(NamedTuple):
 
     @property
     def are_keys(self) -> list[bool]:
-        """Whether each of `Given.whole` is split."""
+        """Whether each of the whole arrays is split."""
         return [place == "key" for place in self.places if place in ("whole", "key")]
+
+    @property
+    def num_states(self) -> int:
+        """Number of arrays of variables of Flax NNX."""
+        return self.places.count("state")
 
 
 def call_of(
@@ -335,14 +312,11 @@ def call_of(
     keys: tuple[str, ...] | None,
     batch: tuple[Any, ...],
     named: Mapping[str, Any],
-) -> tuple[Call, Given]:
-    """Sorts the arguments of a loss.
+) -> tuple[Call, list[Any], list[Any], list[Any]]:
+    """Sorts the arguments of a loss: how they are put together again, and the arrays that are cut, whole, and states.
 
-    Args:
-        name: of the outer form, for errors.
-        chosen: numbers of positional and names of keyword arguments that are cut; None: all positional ones.
-        keys: names of keyword arguments with random keys; None: by their dtype.
-        batch, named: as they are given.
+    chosen: numbers of positional and names of keyword arguments that are cut; None: all positional ones. keys: names of
+    keyword arguments with random keys; None: by their dtype.
     """
     for one in chosen or ():
         if not (one in named if isinstance(one, str) else 0 <= one < len(batch)):
@@ -380,7 +354,7 @@ def call_of(
     leaves, structure = jax.tree_util.tree_flatten_with_path(arguments)
     call = Call(structure, tuple(place(path, leaf) for path, leaf in leaves))
     pick = lambda *places: call.pick(arguments, *places)
-    return call, Given(pick("cut"), pick("whole", "key"), pick("state"))
+    return call, pick("cut"), pick("whole", "key"), pick("state")
 
 
 def weight_of(weight: Callable[..., Any], batch: Sequence[Any], named: Mapping[str, Any]) -> Any:
@@ -418,9 +392,7 @@ def names_whole_arrays(chosen: Any, batch: Sequence[Any], named: Mapping[str, An
 
     Warns of such an array beside a single example, with which shapes fit, unless it is said what is batch.
 
-    Args:
-        chosen: which arguments are batch, as the user gave it; None: those that are not named.
-        pieces: into how many the batch is cut, over workers and micro-batches.
+    chosen: as for `call_of`. pieces: into how many the batch is cut, over workers and micro-batches.
     """
     given = {**dict(enumerate(batch)), **named}
     cut = tuple(range(len(batch))) if chosen is None else tuple(chosen)
@@ -472,9 +444,11 @@ def check_cut(
         "What is equal on all workers is given by keyword or in a closure; or say which arguments are batch, "
         "batch=(0, 1) for the first two"
     )
-    lengths = {len_: path for path, leaf in reversed(cut) for len_ in np.shape(leaf)[:1]}
+    lengths: dict[int, str] = {}  # the first argument of each
+    for path, leaf in cut:
+        lengths.setdefault(np.shape(leaf)[0], path)
     if len(lengths) > 1:
-        (one, first), (other, second) = sorted(lengths.items(), key=lambda pair: [p for p, _ in cut].index(pair[1]))[:2]
+        (one, first), (other, second), *_ = lengths.items()
         raise ValueError(
             f"{name}: positional arguments are batch, and are cut along their leading axis. It is {one} in {first} and "
             f"{other} in {second}, so one of them is no batch. {cure}"

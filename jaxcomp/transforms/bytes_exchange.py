@@ -182,25 +182,23 @@ class _Sent:
         return self._own(self.request.compressors)
 
     def _own(self, compressors: tuple[Compressor, ...]) -> tuple[Any, ...]:
-        def one(c, payload, mine, x):
-            read = lambda payload, mine, x: c.decompress(payload, mine, like_of(x))
-            return self.link.jit("own", c, read)(payload, mine, x)
-
-        return tuple(map(one, compressors, self.payloads, self.mine, self.request.message))
+        read = lambda c: lambda payload, mine, x: c.decompress(payload, mine, like_of(x))
+        return self._each("own", read, compressors, self.payloads, self.mine, self.request.message)
 
     @property
     def residual(self) -> tuple[Any, ...]:
-        def one(c, x, payload, mine):
-            return self.link.jit("residual", c, functools.partial(residual, c))(x, payload, mine)
-
-        return tuple(map(one, self.request.compressors, self.request.message, self.payloads, self.mine))
+        left = lambda c: functools.partial(residual, c)
+        return self._each("residual", left, self.request.compressors, self.request.message, self.payloads, self.mine)
 
     def add_to(self, total: tuple[Any, ...], weight: Any) -> tuple[Any, ...]:
-        def one(c, total, payload, mine):
-            added = lambda total, payload, weight, mine: add_own(c, total, payload, weight, mine)
-            return self.link.jit("add_to", c, added)(total, payload, weight, mine)
+        added = lambda c: lambda total, payload, mine, weight: add_own(c, total, payload, weight, mine)
+        weights = (weight,) * len(total)
+        return self._each("add_to", added, self.request.compressors, total, self.payloads, self.mine, weights)
 
-        return tuple(map(one, self.request.compressors, total, self.payloads, self.mine))
+    def _each(self, name: str, function: Callable, compressors: tuple[Compressor, ...], *groups: Any) -> tuple:
+        """Results of the function of each compressor, compiled, for the arrays of its group."""
+        each = zip(compressors, *groups, strict=True)
+        return tuple(self.link.jit(name, c, function(c))(*arrays) for c, *arrays in each)
 
     def read_by(self, compressors: tuple[Compressor, ...]) -> tuple[Any, Any]:
         return self._mean(compressors), self._own(compressors)

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp.exchange.axes import Axis, axis_names
-from jaxcomp.transforms.arguments import call_of, check_cut, check_wrt, trained_of
+from jaxcomp.transforms.arguments import check_cut, check_wrt
 from jaxcomp.transforms.local_steps import LocalSteps
 from jaxcomp.transforms.meshes import find_mesh, gradients_on_mesh
 from jaxcomp.transforms.value_and_grad import ValueAndGrad
-from jaxcomp.transforms.worker_gradients import Gradients, check_loss_options, worker_gradients
+from jaxcomp.transforms.worker_gradients import Gradients, check_loss_options, problem_of, worker_gradients
 
 __all__ = ["LossCheck", "check_loss"]
 
@@ -101,32 +101,26 @@ def check_loss(
     found = find_mesh(NAME, mesh, workers, params, batch, named)
     if found is None or not workers:
         raise ValueError(f"{NAME}: there is no mesh; give mesh=, or call jax.set_mesh(mesh), or place arrays on one")
-    what = trained_of(params, wrt, NAME)
-    trained, rest = what.part(params)
-    call, given = call_of(NAME, how.batch, how.keys, batch, named)
-    check_cut(NAME, how.batch, batch, named, call, found, workers)
-    rest = [*rest, *given.state]
+    problem, inputs = problem_of(NAME, how, wrt, params, batch, named)
+    check_cut(NAME, how.batch, batch, named, problem.call, found, workers)
+    alone = problem._replace(loss=how._replace(micro_batches=1))
 
     @jax.jit
-    def whole(trained, rest, given):
-        def one(cut):
-            alone = how._replace(micro_batches=1)
-            out = worker_gradients(alone, what, call, axis_name, trained, rest, given._replace(cut=cut))
-            return out._replace(kinds=())
-
+    def whole(inputs):
+        one = lambda cut: worker_gradients(alone, axis_name, inputs._replace(cut=cut))._replace(kinds=())
         for name in workers:
             one = functools.partial(_row, jax.vmap(one, axis_name=name, axis_size=1))
-        return one(given.cut)
+        return one(inputs.cut)
 
     kinds: list[str] = []
 
     @jax.jit
-    def parts(trained, rest, given):
-        out = gradients_on_mesh(how, what, call, found, workers, trained, rest, given)
+    def parts(inputs):
+        out = gradients_on_mesh(problem, found, workers, inputs)
         kinds[:] = out.kinds
         return out._replace(kinds=())
 
-    ours, theirs = jax.device_get((whole(trained, rest, given), parts(trained, rest, given)))
+    ours, theirs = jax.device_get((whole(inputs), parts(inputs)))
     return _compared(ours, theirs, kinds, tolerance, workers[0] if len(workers) == 1 else workers)
 
 

@@ -4,27 +4,11 @@ The state has a part `local`, which differs between workers, and a part `shared`
 has a leading axis of workers: `init` makes it [1, ...] inside the mapped function, and [n, ...] outside if the ambient
 mesh (`jax.set_mesh`) has the axis. `init_state` does either for you, `state_specs` gives the specs. Private randomness
 of round t on worker i comes from fold_in(fold_in(key, t), i): any round can be replayed, a resumed run is the same run.
-
-A hierarchy is a mapping from axes to algorithms, in the order of the exchanges, say {"ici": jc.direct(jc.identity()),
-"dcn": jc.error_feedback(jc.sidco(1e-3))}: the mean over the first axis is the gradient of the second level, so the
-devices along "ici" have equal messages for "dcn", and in sums and gathers each of them carries one part.
-
-Routes (`jaxcomp.exchange.routes`), with the lane bytes that a worker sends, of n:
-
-    gather    (n - 1)        all payloads to all workers, any compressor
-    sum       2 (n - 1) / n  payloads added on the way, linear compressors; 3 (n - 1) / n for 16-bit floats with an
-                             algorithm that has a memory, whose mean must not be rounded once more
-    concat, ring, ragged     all payloads without their padding (`dagc`): bitwise the mean of gather
-    ladder                   all payloads in the shortest code for what they hold: bitwise that mean again
-    two_shot  2 (n - 1) / n  each worker adds up one chunk and sends the sum, compressed again, to all
-    auto                     linear parts by sum, small dense leaves among them; the others by gather, or by the route
-                             that is expected to be fastest on `link` where lengths differ; where that would send more
-                             than f32, two_shot, or decoded messages by sum (`routes.route`)
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,10 +25,12 @@ from jaxcomp.exchange.routes import Route
 from jaxcomp.exchange.state import means_in
 from jaxcomp.groups import Buckets, join, split, warn_if_dense, without_dense_warning
 from jaxcomp.paths import numbers_by_path, same_leaves
+from jaxcomp.state.specs import is_names
+from jaxcomp.transforms.meshes import axes_in
 from jaxcomp.transforms.rows import with_before, with_rows
 from jaxcomp.transforms.scattered import cut_dimension, scattered_mean
 
-__all__ = ["compressed_mean", "levels_of", "means_over"]
+__all__ = ["by_level", "compressed_mean", "levels_of", "means_over"]
 
 Array = jax.Array
 Transformation = optax.GradientTransformationExtraArgs
@@ -76,10 +62,12 @@ def compressed_mean(
     Args:
         algorithm: `direct`, `error_feedback`, `diana`, ...; None where axis_name is a mapping.
         axis_name: mapped axis, a tuple of them, or a mapping from axes to algorithms (a hierarchy, say
-            {"ici": jc.direct(jc.identity()), "dcn": jc.error_feedback(jc.sidco(1e-3))}: the exchanges in their order,
-            the mean over the first axis is the gradient of the second); None,
-            which must be said, for a single worker without an axis.
-        via: "auto" or a name in `jaxcomp.exchange.ROUTES`: how messages travel; or a `Route` of your own.
+            {"ici": jc.direct(jc.identity()), "dcn": jc.error_feedback(jc.sidco(1e-3))}: the exchanges in their order.
+            The mean over the first axis is the gradient of the second level, so that the devices along "ici" have
+            equal messages for "dcn", and each carries one part of them); None, which must be said, for a single worker
+            without an axis.
+        via: "auto" or a name in `jaxcomp.exchange.ROUTES`, each of them a file with what it sends: how messages travel;
+            or a `Route` of your own.
         weights: relative weight of each worker, n numbers >= 0; divided by their sum. None: those that
             the compressor brings (`dagc`), else equal.
         seed: int or key for both kinds of randomness.
@@ -124,14 +112,14 @@ def compressed_mean(
     options = {"weights": weights, "measure": measure, "link": link, "bucket_bytes": bucket_bytes}
     # Keys that are made here are constants, wherever the transformation is built.
     with contextlib.nullcontext() if isinstance(seed, Tracer) else constants():
-        inside = means_over("compressed_mean", levels, via, root_key(seed), sharded, partial, **options)
+        mean = means_over("compressed_mean", levels, via, root_key(seed), sharded, partial, **options)
     axes = tuple(name for axis in levels for name in axis_names(axis))
     if before is not None and not isinstance(before, optax.GradientTransformation):
         raise TypeError(f"compressed_mean: before must be an optax transformation; got {before!r}")
-    outside = with_rows("compressed_mean", inside, axes, sharded, before) if axes else inside
-    inside = inside if before is None else with_before(before, inside, axes)
+    inside = mean if before is None else with_before(before, mean, axes)
     if not axes:
         return inside
+    outside = with_rows("compressed_mean", mean, inside, axes, sharded, before)
 
     def update(grads, state, params=None, **extra):
         return (inside if is_bound(axes) else outside).update(grads, state, params, **extra)
@@ -162,7 +150,12 @@ def means_over(
         chosen: numbers of the levels, ascending; None for all. Earlier levels have made what it sees equal already.
     """
     names = [axis_names(axis) for axis in levels]
-    check_levels(levels, names, sharded, partial)
+    every = [each for group in names for each in group]
+    if not levels or (not all(names) and partial) or len(set(every)) < len(every):
+        raise ValueError(
+            "compressed_mean: means over part of a mesh need names, and each level axes of its own; "
+            f"got {list(levels)} and sharded={sharded!r}"
+        )
     if not isinstance(measure, (bool, int)) or not 0 <= measure < 2**31:
         raise ValueError(f"{name}: measure must be True, False or an integer in 1 .. 2^31 - 1; got {measure!r}")
     options = {"measure": int(measure), "code": "fixed" if measure else None, **options}
@@ -181,30 +174,33 @@ def means_over(
         along: the dimensions of leaves that are cut over the workers themselves. part: that of `by_path`.
         """
         if along is not None:
-            of_part = levels if part is None else {axis: each.parts[part] for axis, each in levels.items()}
-            return _scattered(name, of_part, shards, replicas, along, root, options)
-        parts = []
-        for i, (axis, algorithm) in enumerate(levels.items()):
-            earlier = tuple(each for group in names[:i] for each in group)
-            placement = Placement(axis, tuple(names[i + 1 :]), shards, earlier + replicas, partial)
-            key = jax.random.fold_in(root, i) if len(levels) > 1 else root
-            if i in numbers:
-                parts.append(_mean(name, algorithm, placement, via, key, options))
+            if options.get("bucket_bytes") is not None:
+                raise ValueError(
+                    f"{name}: bucket_bytes does not go with parameters that are cut over the workers themselves"
+                )
+            if len(levels) > 1:
+                raise ValueError(f"{name}: parameters that are cut over the workers of a hierarchy are not supported")
+            ((axis, algorithm),) = levels.items()
+            algorithm = require_algorithm(name, algorithm if part is None else algorithm.parts[part])
+            return scattered_mean(name, algorithm, Placement(axis, (), shards, replicas, True), along, root, options)
+        each = enumerate(by_level(levels, root, partial, shards, replicas))
+        parts = [_mean(name, *level, via, options) for i, level in each if i in numbers]
         return parts[0] if len(parts) == 1 else optax.chain(*parts)
 
-    if sharded is None or isinstance(sharded, str) or _are_names(sharded):
+    if is_names(sharded):
         return mean_of(axis_names(sharded), (), root)
     return _by_shards(sharded, mean_of, axes, root, list(levels.values())[-1])
 
 
-def check_levels(levels: dict[Any, Any], names: list[tuple[str, ...]], sharded: Any, partial: bool) -> None:
-    """Raises ValueError unless every level has axes of its own, and names where others remain."""
-    every = [name for each in names for name in each]
-    if not levels or (not all(names) and partial) or len(set(every)) < len(every):
-        raise ValueError(
-            "compressed_mean: means over part of a mesh need names, and each level axes of its own; "
-            f"got {list(levels)} and sharded={sharded!r}"
-        )
+def by_level(
+    levels: Mapping[Any, Any], root: Array, partial: bool, shards: tuple[str, ...] = (), replicas: tuple[str, ...] = ()
+) -> Iterator[tuple[Any, Placement, Array]]:
+    """Yields the algorithm of each level of a hierarchy, where its workers are, and its key."""
+    names = [axis_names(axis) for axis in levels]
+    for i, (axis, algorithm) in enumerate(levels.items()):
+        earlier = tuple(name for group in names[:i] for name in group)
+        placement = Placement(axis, tuple(names[i + 1 :]), shards, earlier + replicas, partial)
+        yield algorithm, placement, jax.random.fold_in(root, i) if len(levels) > 1 else root
 
 
 def levels_of(algorithm: Any, axis_name: Any, weights: Any, name: str = "compressed_mean") -> dict[Any, Any]:
@@ -217,7 +213,7 @@ def levels_of(algorithm: Any, axis_name: Any, weights: Any, name: str = "compres
     if isinstance(axis_name, (Algorithm, Compressor)):
         raise TypeError(f"{name}: give algorithm before axis_name; got {axis_name!r} for axis_name")
     for axis in axis_name if isinstance(axis_name, Mapping) else (axis_name,):
-        if not (axis is None or all(isinstance(each, str) for each in (axis if isinstance(axis, tuple) else (axis,)))):
+        if not is_names(axis):
             raise TypeError(
                 f"{name}: axis_name must be the name of a mapped axis, a tuple of names, a mapping from these to "
                 f"algorithms, or None; got {axis!r}"
@@ -232,13 +228,10 @@ def levels_of(algorithm: Any, axis_name: Any, weights: Any, name: str = "compres
 
 
 def _mean(
-    name: str, algorithm: Any, placement: Placement, via: str | Route, root: Array, options: dict[str, Any]
+    name: str, algorithm: Any, placement: Placement, root: Array, via: str | Route, options: dict[str, Any]
 ) -> Transformation:
     """`compressed_mean` over the workers of one placement."""
     run = exchange_of(name, require_algorithm(name, algorithm), placement, via, root, **options)
-
-    def init(params):
-        return run.init(params)
 
     def update(grads, state, params=None, **extra):
         del params, extra
@@ -252,30 +245,7 @@ def _mean(
         with jax.named_scope("jc_layout"):
             return join(after.about.groups, direction, grads), after
 
-    return Transformation(init, update)  # pyright: ignore[reportArgumentType]
-
-
-def _scattered(
-    name: str,
-    levels: dict[Any, Any],
-    shards: tuple[str, ...],
-    replicas: tuple[str, ...],
-    along: tuple[int, ...],
-    root: Array,
-    options: dict[str, Any],
-) -> Transformation:
-    """The mean of leaves that are cut over the workers."""
-    if options.get("bucket_bytes") is not None:
-        raise ValueError(f"{name}: bucket_bytes does not go with parameters that are cut over the workers themselves")
-    if len(levels) > 1:
-        raise ValueError(f"{name}: parameters that are cut over the workers of a hierarchy are not supported")
-    ((axis, algorithm),) = levels.items()
-    placement = Placement(axis, (), shards, replicas, True)
-    return scattered_mean(name, require_algorithm(name, algorithm), placement, along, root, options)
-
-
-def _are_names(sharded: Any) -> bool:
-    return isinstance(sharded, tuple) and all(isinstance(name, str) for name in sharded)
+    return Transformation(run.init, update)  # pyright: ignore[reportArgumentType]
 
 
 def _by_shards(
@@ -287,11 +257,11 @@ def _by_shards(
     carries a part. Leaves that are cut over the workers themselves are apart for each part of `by_path`, too.
     """
     masked = lambda node: isinstance(node, optax.MaskedNode)
-    leaves, structure = jax.tree.flatten(specs, is_leaf=lambda node: isinstance(node, PartitionSpec) or masked(node))
+    leaves, structure = jax.tree.flatten(specs, is_leaf=masked)
     if not all(isinstance(leaf, PartitionSpec) or masked(leaf) for leaf in leaves):
         raise ValueError(f"compressed_mean: sharded must be axis names or a tree of PartitionSpecs; got {specs!r}")
     leaves = [PartitionSpec() if masked(leaf) else leaf for leaf in leaves]
-    cut = [tuple(name for entry in spec if entry is not None for name in axis_names(entry)) for spec in leaves]
+    cut = list(map(axes_in, leaves))
     everything = sorted({name for each in cut for name in each})
     dimensions = [cut_dimension("compressed_mean", spec, tuple(axes)) for spec in leaves]
     part_of: list[int | None] = [None] * len(cut)
@@ -300,21 +270,21 @@ def _by_shards(
         found = numbers_by_path("by_path", patterns, jax.tree.unflatten(structure, range(len(cut))))
         for part, members in enumerate(found):
             for i in members:
-                part_of[i] = part if dimensions[i] is not None else None
+                if dimensions[i] is not None:
+                    part_of[i] = part
     places = list(zip(cut, part_of, strict=True))
     groups = sorted(set(places), key=lambda place: (place[0], -1 if place[1] is None else place[1]))
-    rest = lambda group: tuple(name for name in everything if name not in (*group, *axes))
-    shard_axes = lambda group: tuple(name for name in group if name not in axes)
     numbers = [tuple(i for i, each in enumerate(places) if each == group) for group in groups]
 
-    def made(i: int, there: frozenset[int]) -> Transformation:
-        """Finds along which dimension each leaf of a group is cut that is there."""
-        group, part = groups[i]
-        along = tuple(dimensions[j] for j in numbers[i] if j in there and dimensions[j] is not None)
-        return mean_of(shard_axes(group), rest(group), jax.random.fold_in(root, i), along or None, part)
-
     def means_of(there: frozenset[int]) -> list[Transformation]:
-        return [made(i, there) for i in range(len(groups))]
+        """The mean of each group, of whose leaves these are there."""
+        means = []
+        for i, (names, part) in enumerate(groups):
+            along = tuple(dimensions[j] for j in numbers[i] if j in there and dimensions[j] is not None)
+            shards = tuple(name for name in names if name not in axes)
+            replicas = tuple(name for name in everything if name not in (*names, *axes))
+            means.append(mean_of(shards, replicas, jax.random.fold_in(root, i), along or None, part))
+        return means
 
     cached = functools.cache(means_of)
     means_of(frozenset(range(len(cut))))  # says what does not fit while it is built

@@ -53,9 +53,8 @@ def demo(
             send is then as large as what all send, and the direction is no longer what left the momenta divided by n,
             though each momentum still loses what it sent and no more. It needs all messages: routes that bring their
             sum alone are refused, and "auto" always gathers. "all": by the weights of all, as in error feedback.
-        memory: dtype in which delta is kept between rounds: "float32", "bfloat16" or "int8" (`error_feedback`).
-        via: "auto" or a name in `jaxcomp.exchange.ROUTES`: how messages travel; or a `Route` of your own.
-        options: `weights`, `seed`, `measure`, `sharded` of `compressed_mean`.
+        memory: dtype of delta, as for `error_feedback`.
+        via, options: as for `compressed_mean`, `weights`, `seed`, `measure`, `sharded` say.
 
     Returns:
         `optax.GradientTransformationExtraArgs`: an optimizer; updates are equal on all workers.

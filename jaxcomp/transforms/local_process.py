@@ -13,12 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxcomp.arrays import root_key, wide_like, wrap_key
 from jaxcomp.base import Algorithm, Compressor, Round, State, answered, require_algorithm, sides, whole
+from jaxcomp.checks import is_integer
 from jaxcomp.compressors.tree import each_of
 from jaxcomp.exchange.agreement import Options, check_equal, greeting, greeting_of, merged, probe
 from jaxcomp.exchange.axes import Placement
@@ -33,15 +32,13 @@ from jaxcomp.transforms.local_updates import (
     check_times,
     cut,
     difference_of,
-    following,
     fragments_of,
     is_exact,
-    mixed,
     negative_of,
     replaced,
-    towards,
+    updates_to,
 )
-from jaxcomp.transforms.moments import away_from, check_moments, moved, numbers_of, own_moment
+from jaxcomp.transforms.moments import away_from, check_moments, moved, numbers_of, own_moment, started_at
 
 __all__ = ["LocalProcess", "local_process"]
 
@@ -100,7 +97,7 @@ def local_process(
     """
     check_times(NAME, every, fragments, delay, mixing)
     for what, value, least in (("size", size, 1), ("index", index, 0)):
-        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+        if not is_integer(value, least):
             raise ValueError(f"{NAME}: {what} must be an integer of at least {least}; got {value!r}")
     if index >= size:
         raise ValueError(f"{NAME}: index must be in 0 .. size - 1 = {size - 1}; got {index}")
@@ -184,8 +181,7 @@ class LocalProcess:
 
     @property
     def sent_bytes(self) -> int:
-        own = self._link_of_moments is not self._link
-        return self._link.sent_bytes + (self._link_of_moments.sent_bytes if own else 0)
+        return sum(link.sent_bytes for link in {self._link, self._link_of_moments})
 
     def metrics(self) -> dict[str, int | float]:
         """Plain numbers for a logger: steps, bytes sent and seconds waited so far.
@@ -205,8 +201,7 @@ class LocalProcess:
 
         In the thread all workers exchange their options; where these differ, the first step or exchange raises.
         """
-        like = wide_like(params)
-        self.point = jax.tree.map(lambda p, each: jnp.array(p, each.dtype, copy=True), params, like)
+        like, self.point = wide_like(params), started_at(params)
         self._state, self._count = self._inner.init(params), 0
         self._parts, options = [], []
         others = (*self._others, ("outer", probe(self._outer)))
@@ -220,7 +215,7 @@ class LocalProcess:
         for j, (name, _) in enumerate(self._periods):
             start, numbers = moment_of(self._state, places[name], params), numbers_of(places[name])
             like, root = wide_like(start), jax.random.fold_in(self._root, MOMENTS + j)
-            self.moments[name] = jax.tree.map(lambda x, each: jnp.array(x, each.dtype, copy=True), start, like)
+            self.moments[name] = started_at(start)
             part, own = self._part(self._of_moments, self._link_of_moments, numbers, like, root, others, ())
             self._moments[name] = part
             options.append(own)
@@ -254,33 +249,31 @@ class LocalProcess:
         if self._greeting.done():
             self._greeting.result()  # raises where options differ
         self._count += 1
-        before, after = params, None
-        after, self._state, updates = self._step(grads, self._state, before)
+        after, self._state, updates = self._step(grads, self._state, params)
         for p, part in enumerate(self._parts):
             if self._times.takes(p, self._count):
                 here = cut(self.point, part.numbers)
-                # Without a step in between, the difference is the inner update itself, before it was rounded.
-                exact = self._negative(cut(updates, part.numbers), here) if self._exact else None
-                difference = self._take(here, cut(after, part.numbers)) if exact is None else exact
+                if self._exact:  # without a step in between: the inner update itself, before it was rounded
+                    difference = self._negative(cut(updates, part.numbers), here)
+                else:
+                    difference = self._take(here, cut(after, part.numbers))
                 self._parts[p] = part = part._replace(pending=self._thread.submit(self._exchanged, part, difference))
             if self._times.merges(p, self._count) and part.pending is not None:
-                after = self._joined(p, part, before, after)
-        due = [name for name, period in self._periods if self._count % period == 0]
-        sent = {name: self._send_moment(name, params) for name in due}
-        for name, pending in sent.items():
-            self._take_moment(name, pending, params)
+                after = self._joined(p, part, params, after)
+        self._average_moments(params)
         return after
 
-    def _send_moment(self, name: str, params: Any) -> Future:
-        own = moment_of(self._state, self._places[name], params)
-        return self._thread.submit(self._exchanged, self._moments[name], self._away(self.moments[name], own))
-
-    def _take_moment(self, name: str, pending: Future, params: Any) -> None:
-        direction, mean = self._waited_for(pending)
-        own = moment_of(self._state, self._places[name], params)
-        self.moments[name], own = self._average(name, self.moments[name], direction, own)
-        self._state = replaced_by(self._state, self._places[name], own)
-        self._moments[name] = self._moments[name]._replace(mean=mean)
+    def _average_moments(self, params: Any) -> None:
+        """Sends all moments that are due, then waits for them."""
+        own = lambda name: moment_of(self._state, self._places[name], params)
+        due = [name for name, period in self._periods if self._count % period == 0]
+        away = {name: self._away(self.moments[name], own(name)) for name in due}
+        sent = {name: self._thread.submit(self._exchanged, self._moments[name], away[name]) for name in due}
+        for name in due:
+            direction, mean = self._waited_for(sent[name])
+            self.moments[name], mine = self._average(name, self.moments[name], direction, own(name))
+            self._state = replaced_by(self._state, self._places[name], mine)
+            self._moments[name] = self._moments[name]._replace(mean=mean)
 
     def _averaged(self, name: str, point: Any, direction: Any, own: Any) -> tuple[Any, Any]:
         point = moved(name, point, direction)
@@ -304,10 +297,8 @@ class LocalProcess:
     def _merged(self, direction: Any, outer: Any, point: Any, before: Any, after: Any) -> tuple[Any, Any, Any]:
         step, outer = self._outer.update(direction, outer, point)
         point = optax.apply_updates(point, step)
-        if self._exact:
-            return point, outer, optax.apply_updates(before, following(step, before, point))
-        target = jax.tree.map(lambda theta, p: mixed(theta, p, self._mixing), point, after)
-        return point, outer, jax.tree.map(lambda p, t: p + towards(p, t), before, target)
+        updates = updates_to(point, step, before, None if self._exact else after, self._mixing)
+        return point, outer, optax.apply_updates(before, updates)
 
     def _exchanged(self, part: _Part, difference: Any) -> tuple[Any, Any]:
         """In the thread: the mean of what all workers sent, and the state of the mean."""

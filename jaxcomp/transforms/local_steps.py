@@ -1,13 +1,9 @@
 """Steps of local updates inside any `jax.jit`: the loss is written as for one device.
 
-Two stages, as in `value_and_grad`, so that the loss may be sharded by the compiler:
-
-    stage 1   shard_map over the axes of the workers alone: loss and gradient of each worker at its own parameters.
-              Other mesh axes (tensor parallel, FSDP) stay as they are, Auto or Explicit.
-    stage 2   shard_map over all axes: each device steps with its own shard, and exchanges it where a round ends.
-
-Nothing crosses between workers in a step without an exchange, the loss neither. With a weight W_it of each step (say
-tokens) a worker's difference counts what its steps since the last exchange counted (`local_updates`, weighted):
+It runs in two stages (`transforms.meshes`): loss and gradient of each worker at its own parameters; then each device
+steps with its own shard, and exchanges it where a round ends. Nothing crosses between workers in a step without an
+exchange, the loss neither. With a weight W_it of each step (say tokens) a worker's difference counts what its steps
+since the last exchange counted (`local_updates`, weighted):
 
     theta <- outer(theta, sum_i W_i (theta - theta_i) / sum_i W_i),   W_i = sum_t W_it
 """
@@ -29,22 +25,22 @@ from jaxcomp.exchange.axes import Axis, axis_names, is_bound
 from jaxcomp.exchange.state import state_dataclass
 from jaxcomp.state.moments import LocalMomentsState
 from jaxcomp.state.specs import init_state, names_of, state_specs
-from jaxcomp.transforms.arguments import Call, Given, Trained, call_of, check_cut
+from jaxcomp.transforms.arguments import Trained, call_of, check_cut
 from jaxcomp.transforms.local_updates import LocalUpdatesState, local_updates
 from jaxcomp.transforms.meshes import (
     DATA,
-    check_kept,
     find_devices,
     find_mesh,
     find_specs,
-    is_cut,
+    if_cut,
     own_gradients_on_mesh,
     resharded,
+    spec_tree,
     unless_in_force,
     warn_if_alone,
     without,
 )
-from jaxcomp.transforms.worker_gradients import Loss, WorkerResult, check_loss_options, own_gradients
+from jaxcomp.transforms.worker_gradients import Inputs, Loss, Problem, WorkerResult, check_loss_options, own_gradients
 
 __all__ = ["LocalSteps", "LocalStepsState", "local_steps"]
 
@@ -108,11 +104,10 @@ class LocalSteps:
         if mesh is None:
             one = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.asarray(x)[None], tree))
             return one(params), LocalStepsState(self.transform(_NO_AXIS).init(params), ())  # pyright: ignore
-        specs = find_specs(NAME, params, mesh, self.workers, self.param_specs)
-        specs = specs if any(is_cut(spec, mesh) for spec in specs) else ()
-        tree = _like_tree(specs, params)
+        specs = if_cut(find_specs(NAME, params, mesh, self.workers, self.param_specs), mesh)
+        tree = spec_tree(specs, params)
         state, _ = init_state(self.transform(tree), params, mesh, self.axis, tree)
-        rows = jax.tree.map(lambda _: P(self.owners), params) if tree is None else self._rows(tree, self.owners)
+        rows = self._rows(specs, params, self.owners)
         count = _count(mesh, self.owners)
         spread = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), tree)
         if isinstance(mesh, AbstractMesh):
@@ -148,23 +143,27 @@ class LocalSteps:
             raise ValueError(f"{NAME}: inside shard_map or vmap over {self.workers} use jc.local_updates")
         mesh = find_mesh(NAME, self.mesh, self.workers, own, batch, named) if self.workers else None
         _check_own(own, state.point, 1 if mesh is None else _count(mesh, self.owners))
-        call, given = call_of(NAME, self.loss.batch, self.loss.keys, batch, named)
-        if given.state:
+        call, cut, whole, variables = call_of(NAME, self.loss.batch, self.loss.keys, batch, named)
+        if variables:
             raise TypeError(
                 f"{NAME}: keyword arguments must be arrays or fixed; got Flax NNX variables. Give random keys"
             )
+        problem, inputs = Problem(self.loss, Trained(None, ()), call), Inputs(own, [], cut, whole)
         if mesh is None:
-            out = _alone(self, call, own, state, given)
+            out = _alone(self, problem, inputs, state)
             warn_if_alone(NAME, names_of(self.axis), self.axis_is_named)
             return out
         check_cut(NAME, self.loss.batch, batch, named, call, mesh, self.workers)
-        return _on_mesh(self, call, mesh, own, state, given)
+        return _on_mesh(self, problem, mesh, inputs, state)
 
     def _out(self, found: WorkerResult) -> Any:
         return (found.loss, jax.tree.map(lambda x: x[:, 0], found.extra)) if self.loss.has_aux else found.loss
 
-    def _rows(self, specs: Any, axes: tuple[str, ...]) -> Any:
-        return jax.tree.map(lambda spec: P(axes, *without(spec, self.workers)), specs)
+    def _rows(self, specs: tuple[PartitionSpec, ...], tree: Any, axes: tuple[str, ...]) -> Any:
+        """Specs of the leaves of a tree behind a leading axis of workers."""
+        leaves, structure = jax.tree.flatten(tree)
+        each = specs or (P(),) * len(leaves)
+        return jax.tree.unflatten(structure, [P(axes, *without(spec, self.workers)) for spec in each])
 
 
 _NO_AXIS: Any = object()
@@ -243,25 +242,24 @@ _WHY = "in local steps it would exchange at every step"
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _alone(self: LocalSteps, call: Call, own: Any, state: LocalStepsState, given: Given) -> Any:
-    mine = jax.tree.map(lambda x: x[0], own)
-    found = own_gradients(self.loss, Trained(None, ()), call, None, mine, given.state, given)
-    check_kept(found)
-    found = jax.tree.map(lambda x: x[None], found._replace(kinds=(), rest=[]))
-    own, after = _stepped(self.transform(_NO_AXIS), own, found.grads, found.weight, state.exchange)
+def _alone(self: LocalSteps, problem: Problem, inputs: Inputs, state: LocalStepsState) -> Any:
+    mine = inputs._replace(trained=jax.tree.map(lambda x: x[0], inputs.trained))
+    found = own_gradients(problem, None, mine)
+    found = jax.tree.map(lambda x: x[None], found._replace(kinds=()))
+    own, after = _stepped(self.transform(_NO_AXIS), inputs.trained, found.grads, found.weight, state.exchange)
     return self._out(found), own, LocalStepsState(after, state.specs)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _on_mesh(self: LocalSteps, call: Call, mesh: Any, own: Any, state: LocalStepsState, given: Given) -> Any:
+def _on_mesh(self: LocalSteps, problem: Problem, mesh: Any, inputs: Inputs, state: LocalStepsState) -> Any:
     """The two stages."""
-    specs = jax.tree.unflatten(jax.tree.structure(own), state.specs or (P(),) * len(jax.tree.leaves(own)))
+    own = inputs.trained
     place = lambda tree, specs: jax.tree.map(lambda x, spec: resharded(x, spec, mesh), tree, specs)
-    rows, each = self._rows(specs, self.owners), self._rows(specs, self.workers)
+    rows, each = (self._rows(state.specs, own, axes) for axes in (self.owners, self.workers))
     own = place(own, rows)
-    found = own_gradients_on_mesh(self.loss, call, mesh, self.workers, self.owners, own, given, _WHY)
-    tx, point = self.transform(_like_tree(state.specs, own)), state.exchange.point
-    made = state_specs(state.exchange, self.axis, params=point, specs=_like_tree(state.specs, own))
+    found = own_gradients_on_mesh(problem, mesh, self.workers, self.owners, inputs._replace(trained=own), _WHY)
+    tx, point = self.transform(spec_tree(state.specs, own)), state.exchange.point
+    made = state_specs(state.exchange, self.axis, params=point, specs=spec_tree(state.specs, own))
     step, given_mesh = functools.partial(_stepped, tx), unless_in_force(mesh)
     ins = rows, each, P(self.workers), made
     step = jax.shard_map(step, mesh=given_mesh, in_specs=ins, out_specs=(rows, made))
@@ -274,10 +272,6 @@ def _stepped(tx: Any, own: Any, grads: Any, weight: Any, state: Any) -> tuple[An
     more = {} if weight is None else {"weight": weight}
     updates, state = tx.update(grads, state, mine, **more)
     return jax.tree.map(lambda x: x[None], optax.apply_updates(mine, updates)), state
-
-
-def _like_tree(specs: tuple[PartitionSpec, ...], tree: Any) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(tree), specs) if specs else None
 
 
 def _count(mesh: Any, axes: tuple[str, ...]) -> int:

@@ -32,14 +32,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
 
 from jaxcomp.arrays import constants, root_key, rounded_to, stored, wide, wide_like, zeros_like
 from jaxcomp.backend import either, not_before
 from jaxcomp.base import Algorithm, require_algorithm
 from jaxcomp.checks import is_integer
 from jaxcomp.exchange.axes import Axis, Placement, axis_names, axis_size, is_bound, known_equal, varying
-from jaxcomp.exchange.binding import own_weights, shares_of
+from jaxcomp.exchange.binding import own_weights
 from jaxcomp.exchange.collectives import sum_arrays
 from jaxcomp.exchange.driver import idle, own_at_device, own_off_device
 from jaxcomp.exchange.links import DEFAULT, Link
@@ -47,9 +46,11 @@ from jaxcomp.exchange.routes import Route
 from jaxcomp.exchange.state import OwnState, means_in
 from jaxcomp.groups import Buckets, warn_if_dense, without_dense_warning
 from jaxcomp.state.moments import LocalMomentsState, moment_places
+from jaxcomp.state.specs import is_names
 from jaxcomp.transforms.compressed_mean import MISSING, levels_of, means_over
-from jaxcomp.transforms.moments import MomentAveraging, check_moments, numbers_of
-from jaxcomp.transforms.worker_gradients import not_zero, share_of_worker, times
+from jaxcomp.transforms.meshes import axes_in
+from jaxcomp.transforms.moments import MomentAveraging, check_moments, numbers_of, started_at
+from jaxcomp.transforms.worker_gradients import not_zero, share_of_worker, shares_along, times
 
 __all__ = [
     "MOMENTS",
@@ -59,10 +60,13 @@ __all__ = [
     "cut",
     "difference_of",
     "fragments_of",
+    "is_exact",
     "local_updates",
     "mixed",
+    "negative_of",
     "replaced",
     "towards",
+    "updates_to",
 ]
 
 Array = jax.Array
@@ -153,13 +157,7 @@ def local_updates(
             parameters, or like some of them (`optax.contrib.muon` has mu of all and nu of the rest). None: the state
             stays with the worker.
         moments_algorithm: of the differences of moments; None: as of those of parameters (in a hierarchy: the last).
-        via: "auto" or a name in `jaxcomp.exchange.ROUTES`: how messages travel; or a `Route` of your own.
-        weights: relative weight of each worker, n numbers >= 0; None: those of the compressor (`dagc`), else equal.
-        seed: int or key for both kinds of randomness.
-        measure: whether, or in which one of k rounds, `info` has errors, non-finite entries and bits of entropy codes.
-        link: `Link` between workers, or levels of them by name, by which via="auto" chooses.
-        sharded: PartitionSpecs of parameters that are cut over other mesh axes, or the names of these.
-        bucket_bytes: size of buckets of leaves that are exchanged by themselves, or what `jc.buckets` makes; None: one.
+        via, weights, seed, measure, link, sharded, bucket_bytes: as for `compressed_mean`.
         weighted: whether update takes `weight`, a number >= 0: what the batch of this step counts at this worker (its
             tokens, say). The mean of the differences is then sum_i W_i Delta_i / sum_i W_i, with W_i the weights of the
             steps since the last difference (times those of `weights`); n W_i Delta_i / sum_i W_i is what is compressed
@@ -220,49 +218,46 @@ def local_updates(
     last = len(levels) - 1
     with contextlib.nullcontext() if isinstance(seed, Tracer) else constants():
         root = root_key(seed)
-        keys = [jax.random.fold_in(root, MOMENTS + j) for j in range(len(periods))]
+        keys = [jax.random.fold_in(root, p) for p in range(fragments)] if fragments > 1 else [root]
+        keys_of_moments = [jax.random.fold_in(root, MOMENTS + j) for j in range(len(periods))]
     others = (("every", every), ("fragments", fragments), ("delay", delay), ("mixing", mixing), ("outer", outer))
+    others = (*others, ("moments", periods)) if periods else others
     of_moments = levels if moments_algorithm is None else levels | {list(levels)[last]: moments_algorithm}
     for each in (*levels.values(), *of_moments.values()):
         require_algorithm(NAME, each)
-    specs_of = lambda numbers: sharded if sharded is None or _are_names(sharded) else cut(sharded, numbers)
+    specs_of = lambda numbers: sharded if is_names(sharded) else cut(sharded, numbers)
 
-    @functools.cache
-    def mean(number: int, numbers: tuple[int, ...]) -> optax.GradientTransformationExtraArgs:
-        """Mean of the differences of a fragment."""
-        with constants():  # keys, wherever the leaves come from
-            key = jax.random.fold_in(root, number) if fragments > 1 else root
-            more = (*others, ("moments", periods)) if periods else others
-            return means_over(
-                NAME, levels, via, key, specs_of(numbers), partial, chosen=(last,), others=more, **options
-            )
+    def means_of(levels: dict[Any, Any], keys: list[Array], others: list[Any]) -> Callable[..., Any]:
+        """(number, its leaves) -> the mean of differences of a fragment or a moment, built once."""
 
-    @functools.cache
-    def mean_of_moment(j: int, numbers: tuple[int, ...]) -> optax.GradientTransformationExtraArgs:
-        with constants():
-            more = (("moment", periods[j]),)
-            return means_over(
-                NAME, of_moments, via, keys[j], specs_of(numbers), partial, chosen=(last,), others=more, **options
-            )
+        @functools.cache
+        def mean(number: int, numbers: tuple[int, ...]) -> optax.GradientTransformationExtraArgs:
+            given = {"chosen": (last,), "others": others[number], **options}
+            with constants():  # keys, wherever the leaves come from
+                return means_over(NAME, levels, via, keys[number], specs_of(numbers), partial, **given)
 
+        return mean
+
+    mean = means_of(levels, keys, [others] * fragments)
+    mean_of_moment = means_of(of_moments, keys_of_moments, [(("moment", each),) for each in periods])
     groups = optax.identity()
     if last:
         groups = means_over(NAME, levels, via, root, sharded, partial, chosen=range(last), **options)
     mean(0, (0,))  # checks the arguments
     if periods:
         mean_of_moment(0, (0,))
-    axis, given = list(levels)[last], own_weights(NAME, list(levels.values())[last]) if weights is None else weights
-    shares = () if given is None else ((axis, tuple(shares_of(NAME, given).tolist())),)
+    axis, of_last = list(levels.items())[last]
+    shares = shares_along(NAME, {axis: own_weights(NAME, of_last) if weights is None else weights})
     parts = _LocalUpdates(
         optax.with_extra_args_support(inner),
         optax.with_extra_args_support(outer),
         optax.with_extra_args_support(groups),
         mean,
-        Placement(list(levels)[last], (), _axes_of(sharded), (), partial),
+        Placement(axis, (), _axes_of(sharded), (), partial),
         Timetable(int(every), int(fragments), int(delay)),
         float(mixing),
         shares if weighted else None,
-        MomentAveraging(NAME, periods, mean_of_moment, list(levels)[last]),
+        MomentAveraging(NAME, periods, mean_of_moment, axis),
         sharded,
     )
     return optax.GradientTransformationExtraArgs(parts.init, parts.update)  # pyright: ignore[reportArgumentType]
@@ -330,7 +325,7 @@ def cut(tree: Any, numbers: tuple[int, ...]) -> Any:
     >>> cut({"a": 1, "b": 2}, (1,))
     {'a': MaskedNode(), 'b': 2}
     """
-    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, PartitionSpec))
+    leaves, structure = jax.tree.flatten(tree)
     if len(numbers) == len(leaves):
         return tree
     return jax.tree.unflatten(structure, [x if i in numbers else optax.MaskedNode() for i, x in enumerate(leaves)])
@@ -346,7 +341,7 @@ def replaced(tree: Any, numbers: tuple[int, ...], part: Any) -> Any:
 
 def check_times(name: str, every: int, fragments: int, delay: int, mixing: float) -> None:
     """Raises ValueError unless the times of an outer form go together."""
-    whole = lambda x, least, most: isinstance(x, (int, np.integer)) and not isinstance(x, bool) and least <= x <= most
+    whole = lambda x, least, most: is_integer(x, least) and x <= most
     if not whole(every, 1, 2**30):
         raise ValueError(f"{name}: every must be an integer of at least 1; got {every!r}")
     if not whole(fragments, 1, every):
@@ -363,16 +358,11 @@ def _check_optimizers(**optimizers: Any) -> None:
             raise TypeError(f"{NAME}: {what} must be an optax optimizer; got {value!r}")
 
 
-def _are_names(sharded: Any) -> bool:
-    return isinstance(sharded, str) or (isinstance(sharded, tuple) and all(isinstance(x, str) for x in sharded))
-
-
 def _axes_of(sharded: Any) -> tuple[str, ...]:
     """All mesh axes that cut some parameter."""
-    if sharded is None or _are_names(sharded):
+    if is_names(sharded):
         return axis_names(sharded)
-    specs = jax.tree.leaves(sharded, is_leaf=lambda node: isinstance(node, PartitionSpec))
-    return tuple(sorted({name for spec in specs for entry in spec if entry is not None for name in axis_names(entry)}))
+    return tuple(sorted({name for spec in jax.tree.leaves(sharded) for name in axes_in(spec)}))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -406,7 +396,7 @@ class _LocalUpdates(NamedTuple):
     def init(self, params: Any) -> LocalUpdatesState | LocalMomentsState:
         inner = self.inner.init(params)
         like = wide_like(params)
-        point = jax.tree.map(lambda p, each: jnp.array(p, each.dtype, copy=True), params, like)
+        point = started_at(params)
         fragments = fragments_of(like, self.times.fragments)
         pending = tuple(zeros_like(cut(like, numbers)) for numbers in fragments) if self.times.delay else ()
         with without_dense_warning():  # of a fragment, whose leaves may all be small beside the others
@@ -451,7 +441,8 @@ class _LocalUpdates(NamedTuple):
             mine = (waiting or since)[p] if since else None
             here = _Here(part(params), own.pending[p] if own.pending else None, mine)
             merges = taken = self.times.merges(p, now)
-            new = either(merges, self._merged(self.mean(p, numbers)), self._left, before, here)
+            merged = functools.partial(self._merged, self.mean(p, numbers))
+            new = either(merges, merged, self._left, before, here)
             if own.pending:  # not taken where it is merged, so that point and updates are those before
                 taken, reached = self.times.takes(p, now), (new.point, here.params, new.updates)
                 pending.append(either(taken, _taken, lambda old: old, here.pending, *reached))
@@ -475,30 +466,21 @@ class _LocalUpdates(NamedTuple):
         kept = own_off_device(Own(inner, tuple(pending), counts), self.place, ROLES)
         return updates, type(state)(count, point, tuple(outer), groups, tuple(means), kept, *moments)
 
-    def _merged(self, mean: Any) -> Callable[["_Fragment", "_Here"], "_Fragment"]:
+    def _merged(self, mean: Any, before: "_Fragment", here: "_Here") -> "_Fragment":
         """The exchange of a fragment and what comes of it."""
-
-        def difference(before: _Fragment, here: _Here) -> Any:
-            if here.pending is not None:
-                return here.pending
+        after = None if self.exact else _applied(here.params, before.updates)
+        if here.pending is not None:
+            difference = here.pending
+        elif after is None:
             # Without a step in between, the difference is the inner update itself, before it was rounded.
-            if self.exact:
-                return negative_of(before.updates, before.point)
-            return difference_of(before.point, _applied(here.params, before.updates))
-
-        def run(before: _Fragment, here: _Here) -> _Fragment:
-            direction, state = mean.update(self._weighed(difference(before, here), here.weight), before.mean)
-            step, outer = self.outer.update(direction, before.outer, before.point)
-            point = optax.apply_updates(before.point, step)
-            if self.exact:
-                updates = following(step, here.params, point)
-            else:
-                after = _applied(here.params, before.updates)
-                target = jax.tree.map(lambda theta, p: mixed(theta, p, self.mixing), point, after)
-                updates = jax.tree.map(towards, here.params, target)
-            return _Fragment(point, outer, state, varying(updates, self.place.workers))
-
-        return run
+            difference = negative_of(before.updates, before.point)
+        else:
+            difference = difference_of(before.point, after)
+        direction, state = mean.update(self._weighed(difference, here.weight), before.mean)
+        step, outer = self.outer.update(direction, before.outer, before.point)
+        point = optax.apply_updates(before.point, step)
+        updates = updates_to(point, step, here.params, after, self.mixing)
+        return _Fragment(point, outer, state, varying(updates, self.place.workers))
 
     def _weighed(self, delta: Any, weight: Any) -> Any:
         """The difference times n W_i / sum_i W_i, where steps have weights."""
@@ -545,8 +527,8 @@ def _check_whole_matrices(inner: Any, params: Any, sharded: Any) -> None:
     is_muon = lambda node: isinstance(node, optax.contrib.MuonState)
     found = [] if sharded is None else [node for node in jax.tree.leaves(inner, is_leaf=is_muon) if is_muon(node)]
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    specs = jax.tree.leaves(sharded, is_leaf=lambda node: isinstance(node, PartitionSpec))
-    axes_of_leaf = [_axes_of(sharded if _are_names(sharded) else specs[i]) for i in range(len(leaves))] if found else []
+    specs = jax.tree.leaves(sharded)
+    axes_of_leaf = [_axes_of(sharded if is_names(sharded) else specs[i]) for i in range(len(leaves))] if found else []
     for node in (each for each in found if jax.tree.leaves(each.mu)):
         for i in numbers_of(moment_places(NAME, node, params, {"mu": 1})["mu"]):
             axes = axes_of_leaf[i]
@@ -598,14 +580,20 @@ def negative_of(updates: Any, point: Any) -> Any:
     return jax.tree.map(lambda u, theta: -u.astype(theta.dtype), updates, point)
 
 
-def following(step: Any, params: Any, point: Any) -> Any:
-    """The updates of parameters that were at the shared point before this step of it, which led to `point`."""
+def updates_to(point: Any, step: Any, params: Any, after: Any, mixing: float) -> Any:
+    """The updates of a worker's parameters when a fragment is merged.
 
-    def each(u: Array, p: Array, theta: Array) -> Array:
+    point, step: the shared point, and what led to it. after: where the worker is after its inner step; None where it
+    was at the shared point before.
+    """
+
+    def followed(theta: Array, u: Array, p: Array) -> Array:
         # Parameters in 16 bits would not follow the sum of small steps, which the point keeps.
         return u.astype(p.dtype) if p.dtype == theta.dtype else towards(p, rounded_to(theta, p.dtype))
 
-    return jax.tree.map(each, step, params, point)
+    if after is None:
+        return jax.tree.map(followed, point, step, params)
+    return jax.tree.map(lambda theta, p, mine: towards(p, mixed(theta, mine, mixing)), point, params, after)
 
 
 def _applied(params: Any, updates: Any) -> Any:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.checks import is_number
+from jaxcomp.checks import is_integer, is_number
 
 __all__ = ["DynamicScale", "LossScale", "after_step", "check_scale", "fresh_scale", "select"]
 
@@ -55,7 +55,7 @@ class DynamicScale:
             raise ValueError(f"DynamicScale: growth must be > 1; got {self.growth!r}")
         if not 0 < self.backoff < 1:
             raise ValueError(f"DynamicScale: backoff must be in (0, 1); got {self.backoff!r}")
-        if isinstance(self.interval, bool) or not isinstance(self.interval, int) or self.interval < 1:
+        if not is_integer(self.interval):
             raise ValueError(f"DynamicScale: interval must be an integer of at least 1; got {self.interval!r}")
         if not 0 < self.smallest <= self.initial <= self.largest < 2.0**127:
             raise ValueError(

@@ -28,11 +28,11 @@ from jaxcomp.exchange.state import means_in
 from jaxcomp.jaxprs import inner_of
 from jaxcomp.paths import same_leaves
 from jaxcomp.state.specs import shape_on, shapes_of_shards, state_specs
-from jaxcomp.transforms.arguments import Call, Given, Trained
 from jaxcomp.transforms.worker_gradients import (
     ROWS,
     Gradients,
-    Loss,
+    Inputs,
+    Problem,
     WorkerResult,
     own_gradients,
     stand_in,
@@ -41,19 +41,20 @@ from jaxcomp.transforms.worker_gradients import (
 
 __all__ = [
     "DATA",
-    "check_kept",
+    "axes_in",
     "exchange_on_mesh",
     "find_devices",
     "find_mesh",
     "find_specs",
     "gradients_on_mesh",
+    "if_cut",
     "init_on_mesh",
-    "is_cut",
     "on_mesh",
     "own_gradients_on_mesh",
     "place_arguments",
     "resharded",
     "same_on_mesh",
+    "spec_tree",
     "unless_in_force",
     "warn_if_alone",
     "warn_if_cut_otherwise",
@@ -142,33 +143,28 @@ def _of_arrays(trees: Any) -> Meshes | None:
             if isinstance(leaf.sharding, NamedSharding):
                 return leaf.sharding.mesh
         elif isinstance(leaf, Tracer | jax.ShapeDtypeStruct):
-            mesh = getattr(getattr(_type(leaf), "sharding", None), "mesh", None)
+            kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+            mesh = getattr(getattr(kind, "sharding", None), "mesh", None)
             if mesh is not None and not mesh.empty:
                 return mesh
     return None
 
 
-def _type(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-
-
 def find_specs(name: str, params: Any, mesh: Meshes, workers: tuple[str, ...], given: Any) -> tuple[PartitionSpec, ...]:
     """How each leaf of the parameters is cut: as given (a prefix tree of specs), else as the arrays lie.
 
-    Raises:
-        ValueError: that cannot be known: inside jit, over axes that are left to the compiler, or before the parameters
-            were placed on the mesh.
+    ValueError where that cannot be known: inside jit, over axes that are left to the compiler, or before the parameters
+    were placed on the mesh.
     """
     if given is not None:
-        is_spec = lambda node: node is None or isinstance(node, PartitionSpec)
-        if not all(is_spec(spec) for spec in jax.tree.leaves(given, is_leaf=is_spec)):
+        is_none = lambda node: node is None
+        if not all(isinstance(spec, PartitionSpec | None) for spec in jax.tree.leaves(given, is_leaf=is_none)):
             raise TypeError(f"{name}: param_specs must be a PartitionSpec, None, or a tree of them; got {given!r}")
 
         def fill(spec, tree):
             spec = PartitionSpec() if spec is None else spec
-            axes, rank = [axis for entry in spec for axis in axis_names(entry)], len(spec)
             for leaf in jax.tree.leaves(tree):
-                if rank > np.ndim(leaf) or not set(axes) <= set(mesh.axis_names):
+                if len(spec) > np.ndim(leaf) or not set(axes_in(spec)) <= set(mesh.axis_names):
                     shape = tuple(np.shape(leaf))
                     raise ValueError(
                         f"{name}: param_specs must be over the axes {tuple(mesh.axis_names)} of the mesh, with at most "
@@ -176,10 +172,9 @@ def find_specs(name: str, params: Any, mesh: Meshes, workers: tuple[str, ...], g
                     )
             return jax.tree.map(lambda _: spec, tree)
 
-        return tuple(jax.tree.leaves(jax.tree.map(fill, given, params, is_leaf=is_spec), is_leaf=is_spec))
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        return tuple(jax.tree.leaves(jax.tree.map(fill, given, params, is_leaf=is_none)))
     others = [axis for axis in mesh.axis_names if axis not in workers and mesh.shape[axis] > 1]
-    automatic = [axis for axis in others if kinds[axis] == AxisType.Auto]
+    automatic = [axis for axis in others if axis in _of_type(mesh, AxisType.Auto)]
 
     def one(leaf):
         if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, Tracer):
@@ -210,9 +205,8 @@ def find_specs(name: str, params: Any, mesh: Meshes, workers: tuple[str, ...], g
 
 def warn_of_whole(workers: tuple[str, ...], specs: tuple[PartitionSpec, ...], trained: Any) -> None:
     """Warns where a loss would gather much of what is cut over the workers themselves."""
-    names = lambda spec: {axis for entry in spec for axis in axis_names(entry)}
     pairs = zip(jax.tree.leaves(trained), specs, strict=bool(specs))
-    size = sum(x.size * x.dtype.itemsize for x, spec in pairs if names(spec) & set(workers))
+    size = sum(x.size * x.dtype.itemsize for x, spec in pairs if set(axes_in(spec)) & set(workers))
     if size >= WHOLE:
         warnings.warn(
             f"value_and_grad: parameters of {size / 1e6:.0f} MB are cut over the workers {workers} themselves: each "
@@ -228,7 +222,7 @@ def warn_if_cut_otherwise(specs: tuple[PartitionSpec, ...], mesh: Meshes, traine
 
     Inside jit that is seen of axes of type Explicit alone; others are the compiler's.
     """
-    axes = lambda spec: {axis for entry in spec for axis in axis_names(entry) if mesh.shape.get(axis, 1) > 1}
+    axes = lambda spec: {axis for axis in axes_in(spec) if mesh.shape.get(axis, 1) > 1}
     for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(trained)):
         lies = x if isinstance(x, jax.Array) and not isinstance(x, Tracer) else jax.typeof(x)
         sharding = getattr(lies, "sharding", None)
@@ -242,9 +236,19 @@ def warn_if_cut_otherwise(specs: tuple[PartitionSpec, ...], mesh: Meshes, traine
             return
 
 
-def is_cut(spec: PartitionSpec, mesh: Meshes) -> bool:
-    """Whether it cuts an array into more than one piece."""
-    return any(mesh.shape[axis] > 1 for entry in spec for axis in axis_names(entry))
+def axes_in(spec: PartitionSpec) -> tuple[str, ...]:
+    """All mesh axes over which a spec cuts an array."""
+    return tuple(name for entry in spec for name in axis_names(entry))
+
+
+def if_cut(specs: tuple[PartitionSpec, ...], mesh: Meshes) -> tuple[PartitionSpec, ...]:
+    """The specs of all leaves; () where none of them cuts an array into more than one piece."""
+    return specs if any(mesh.shape[axis] > 1 for spec in specs for axis in axes_in(spec)) else ()
+
+
+def spec_tree(specs: tuple[PartitionSpec, ...], tree: Any) -> Any:
+    """The specs as a tree like the parameters; None where there are none."""
+    return jax.tree.unflatten(jax.tree.structure(tree), specs) if specs else None
 
 
 def without(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
@@ -255,15 +259,19 @@ def without(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
 
 def resharded(x: Any, spec: PartitionSpec, mesh: Meshes) -> Any:
     """The array as the spec says, over those axes that are explicit; others are the compiler's."""
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    automatic = tuple(axis for axis in mesh.axis_names if kinds[axis] != AxisType.Explicit)
-    if len(automatic) == len(mesh.axis_names):
+    explicit = _of_type(mesh, AxisType.Explicit)
+    if not explicit:
         return x
-    target = without(spec, automatic)
+    target = without(spec, tuple(axis for axis in mesh.axis_names if axis not in explicit))
     have = getattr(jax.typeof(x), "sharding", None) if not isinstance(x, np.ndarray) else None
     if have is not None and _padded(have.spec, x.ndim) == _padded(target, x.ndim):
         return x
     return jax.reshard(x, NamedSharding(mesh, target))
+
+
+def _of_type(mesh: Meshes, kind: AxisType) -> list[str]:
+    """The axes of a mesh that have this type."""
+    return [axis for axis, its in zip(mesh.axis_names, mesh.axis_types, strict=True) if its == kind]
 
 
 def _padded(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
@@ -275,22 +283,12 @@ def _padded(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
 # Stage 1
 
 
-def gradients_on_mesh(
-    how: Loss,
-    what: Trained,
-    call: Call,
-    mesh: Any,
-    axis: Axis,
-    trained: Any,
-    rest: Any,
-    given: Given,
-    scale: Any = None,
-) -> Gradients:
+def gradients_on_mesh(problem: Problem, mesh: Any, axis: Axis, inputs: Inputs, scale: Any = None) -> Gradients:
     """Results of `worker_gradients` at all workers, with gradients [n, ...]."""
     workers, made = axis_names(axis), []
 
-    def one(axis, number, trained, rest, given, scale):
-        found = worker_gradients(how, what, call, axis, trained, rest, given, scale, number)
+    def one(axis, number, inputs, scale):
+        found = worker_gradients(problem, axis, inputs, scale, number)
         leaves, structure = jax.tree.flatten(found.aux)
         made[:] = [structure, found.kinds]
         apart = [
@@ -300,7 +298,8 @@ def gradients_on_mesh(
         return found._replace(grads=grads, aux=tuple(apart), kinds=())
 
     outs = Gradients(P(), (P(), P(_in_order(mesh, workers))), P(), P(workers), P())  # pyright: ignore[reportArgumentType]
-    found = _stage(one, how, mesh, workers, P(), outs, *place_arguments(mesh, workers, trained, rest, given), scale)
+    inputs = place_arguments(mesh, workers, inputs)._replace(trained=_whole(mesh, workers, inputs.trained))
+    found = _stage(one, problem, mesh, workers, P(), outs, inputs, scale)
     structure, kinds = made
     joint, rows = map(iter, found.aux)
     aux = jax.tree.unflatten(structure, [next(rows) if kind in ROWS else next(joint) for kind in kinds])
@@ -308,40 +307,21 @@ def gradients_on_mesh(
 
 
 def own_gradients_on_mesh(
-    how: Loss,
-    call: Call,
-    mesh: Any,
-    workers: tuple[str, ...],
-    owners: tuple[str, ...],
-    own: Any,
-    given: Given,
-    why: str,
+    problem: Problem, mesh: Any, workers: tuple[str, ...], owners: tuple[str, ...], inputs: Inputs, why: str
 ) -> WorkerResult:
     """Results of `own_gradients` at each worker at parameters of its own, all behind a leading axis of workers.
 
-    Args:
-        owners: axes over which parameters differ; they have a leading axis of these already.
-        why: no mean over the workers can be taken in the loss.
+    owners: axes over which parameters differ, a leading axis of which they have in `inputs`. why: see `mean_over`.
     """
 
-    def one(axis, number, own, state, given, scale):
+    def one(axis, number, inputs, scale):
         del scale
-        mine = jax.tree.map(lambda x: x[0], own)
-        found = own_gradients(how, Trained(None, ()), call, axis, mine, state, given, refusal=why, number=number)
-        check_kept(found)
-        return jax.tree.map(lambda x: x[None], found._replace(kinds=(), rest=[]))
+        mine = inputs._replace(trained=jax.tree.map(lambda x: x[0], inputs.trained))
+        found = own_gradients(problem, axis, mine, refusal=why, number=number)
+        return jax.tree.map(lambda x: x[None], found._replace(kinds=()))
 
-    _, state, given = place_arguments(mesh, workers, {}, given.state, given)
-    return _stage(one, how, mesh, workers, P(owners), P(workers), own, state, given, None)
-
-
-def check_kept(found: WorkerResult) -> None:
-    """Refuses changes of what is not a worker's own."""
-    if any(leaf is not None for leaf in found.rest):
-        raise TypeError(
-            "local_steps: the loss changes Flax NNX variables that were given by keyword, which are equal on all "
-            "workers and are not returned. Merge a copy, nnx.merge(..., copy=True), or give random keys"
-        )
+    inputs = place_arguments(mesh, workers, inputs)
+    return _stage(one, problem, mesh, workers, P(owners), P(workers), inputs, None)
 
 
 def _in_order(mesh: Any, workers: tuple[str, ...]) -> tuple[str, ...]:
@@ -349,13 +329,15 @@ def _in_order(mesh: Any, workers: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in mesh.axis_names if name in workers)
 
 
-def _stage(one: Any, how: Loss, mesh: Any, workers: tuple[str, ...], params: P, outs: Any, *arrays: Any) -> Any:
-    """Results of one(axis, number, *arrays) at each worker.
+def _stage(
+    one: Any, problem: Problem, mesh: Any, workers: tuple[str, ...], params: P, outs: Any, inputs: Inputs, scale: Any
+) -> Any:
+    """Results of one(axis, number, inputs, scale) at each worker. params: how those that are trained are cut.
 
     Where the loss constrains how arrays lie over the axis of the workers, it is called again with an axis of that name
     and of length 1, over which nothing is cut.
     """
-    ins = (params, P(), Given(P(_in_order(mesh, workers)), P(), P()), P())  # pyright: ignore[reportArgumentType]
+    ins = (Inputs(params, P(), P(_in_order(mesh, workers)), P()), P())  # pyright: ignore[reportArgumentType]
 
     def run(one, mesh, workers, ins, outs):
         return jax.shard_map(
@@ -368,11 +350,11 @@ def _stage(one: Any, how: Loss, mesh: Any, workers: tuple[str, ...], params: P, 
         )
 
     try:
-        return run(lambda axis, *arrays: one(axis, None, *arrays), mesh, workers, ins, outs)(*arrays)
+        return run(lambda axis, *arrays: one(axis, None, *arrays), mesh, workers, ins, outs)(inputs, scale)
     except ValueError as error:
         if "Manual" not in str(error) or not any(name in str(error) for name in workers):
             raise
-        if not isinstance(mesh, Mesh) or set(mesh.axis_types) != {AxisType.Auto} or how.shares:
+        if not isinstance(mesh, Mesh) or set(mesh.axis_types) != {AxisType.Auto} or problem.loss.shares:
             raise ValueError(_constrained(mesh, workers)) from error
         constrained = error
     other = lambda axis: tuple(stand_in(name) if name in workers else name for name in axis_names(axis))
@@ -383,7 +365,7 @@ def _stage(one: Any, how: Loss, mesh: Any, workers: tuple[str, ...], params: P, 
     numbered = lambda axis, number, *arrays: one(axis, number[0], *arrays)
     try:
         with jax.sharding.use_abstract_mesh(larger.abstract_mesh):
-            return run(numbered, larger, others, ins, outs)(numbers, *arrays)
+            return run(numbered, larger, others, ins, outs)(numbers, inputs, scale)
     except (NameError, ValueError) as error:  # the loss sums over the axis, too, or holds an array of this mesh
         if isinstance(error, ValueError) and "should match the mesh" not in str(error):
             raise
@@ -401,20 +383,14 @@ LOOKUP = (
 def warn_of_lookups(run: Callable[..., Any], mesh: Any, workers: tuple[str, ...], specs: Any, trained: Any) -> None:
     """Warns of lookups of sharded tables in stage 1, where XLA was seen to abort; before it can.
 
-    Args:
-        run: stage 1, a function of the parameters. It is traced once more where there is such a table.
-        mesh, workers: see there.
-        specs: of the parameters; () where none is cut.
-        trained: parameters.
+    run: stage 1, a function of the parameters, which is traced once more where there is such a table.
     """
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    auto = [name for name in mesh.axis_names if name not in workers and mesh.shape[name] > 1]
-    auto = [name for name in auto if kinds[name] == AxisType.Auto]
+    auto = [name for name in _of_type(mesh, AxisType.Auto) if name not in workers and mesh.shape[name] > 1]
     if len(auto) < 2 or all(mesh.shape[name] == 1 for name in workers):
         return
     cut = {}
     for x, spec in zip(jax.tree.leaves(trained), specs, strict=bool(specs)):
-        over = tuple(axis for entry in spec for axis in axis_names(entry) if axis in auto)
+        over = tuple(axis for axis in axes_in(spec) if axis in auto)
         if over and len(x.shape) > 1:
             cut[x.shape] = over
     if not cut:
@@ -458,13 +434,16 @@ def _constrained(mesh: Any, workers: tuple[str, ...]) -> str:
     )
 
 
-def place_arguments(
-    mesh: Any, workers: tuple[str, ...], trained: Any, rest: Any, given: Given
-) -> tuple[Any, Any, Given]:
-    """The arguments as stage 1 takes them: whole over the workers, the batch cut."""
-    whole = lambda tree: jax.tree.map(lambda x: resharded(x, without(_spec(x), workers), mesh), tree)
-    cut = [resharded(x, _batch_spec(x, _in_order(mesh, workers)), mesh) for x in given.cut]
-    return whole(trained), whole(rest), Given(cut, whole(given.whole), whole(given.state))
+def place_arguments(mesh: Any, workers: tuple[str, ...], inputs: Inputs) -> Inputs:
+    """The arguments beside what is trained, as stage 1 takes them: whole over the workers, the batch cut."""
+    cut = [resharded(x, _batch_spec(x, _in_order(mesh, workers)), mesh) for x in inputs.cut]
+    rest, whole = _whole(mesh, workers, (inputs.rest, inputs.whole))
+    return inputs._replace(rest=rest, cut=cut, whole=whole)
+
+
+def _whole(mesh: Any, workers: tuple[str, ...], tree: Any) -> Any:
+    """Arrays that are not cut over the workers."""
+    return jax.tree.map(lambda x: resharded(x, without(_spec(x), workers), mesh), tree)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -474,17 +453,9 @@ def place_arguments(
 def exchange_on_mesh(
     tx: optax.GradientTransformation, mesh: Any, axis: Axis, specs: Any, grads: Any, state: Any
 ) -> tuple[Any, Any]:
-    """Gradients [n, ...] to directions, by `compressed_mean`.
+    """Gradients [n, ...] to directions laid out like the parameters, and the next state, by `compressed_mean`.
 
-    Args:
-        tx: made with `sharded=specs`.
-        mesh, axis: of the workers.
-        specs: of the parameters, a tree like them; None where all are whole.
-        grads: see above.
-        state: of tx, whole.
-
-    Returns:
-        Directions laid out like the parameters, and the state.
+    tx: made with sharded=specs. specs: of the parameters, a tree like them; None where all are whole.
     """
     workers = axis_names(axis)
     outer = jax.tree.map(lambda _: P(), grads) if specs is None else specs_like(grads, specs)
@@ -565,8 +536,8 @@ def _in_force() -> Any:
 
 def not_explicit(mesh: Any) -> list[str]:
     """Axes with several devices whose type is not Explicit."""
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return [name for name, kind in kinds if kind != AxisType.Explicit and mesh.shape[name] > 1]
+    explicit = _of_type(mesh, AxisType.Explicit)
+    return [name for name in mesh.axis_names if name not in explicit and mesh.shape[name] > 1]
 
 
 def unless_in_force(mesh: Any) -> Any:

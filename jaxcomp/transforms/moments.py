@@ -23,7 +23,7 @@ from jaxcomp.exchange.axes import Axis, varying
 from jaxcomp.exchange.driver import idle
 from jaxcomp.state.moments import SQUARES, Moment, Places, moment_of, moment_places, own_where_zero, replaced_by
 
-__all__ = ["MomentAveraging", "away_from", "check_moments", "moved", "numbers_of", "own_moment"]
+__all__ = ["MomentAveraging", "away_from", "check_moments", "moved", "numbers_of", "own_moment", "started_at"]
 
 Array = jax.Array
 
@@ -60,9 +60,8 @@ class MomentAveraging(NamedTuple):
         places, found = moment_places(self.name, inner, params, dict(self.periods)), {}
         for j, (name, _) in enumerate(self.periods):
             start = moment_of(inner, places[name], params)
-            like = wide_like(start)
-            point = jax.tree.map(lambda x, each: jnp.array(x, each.dtype, copy=True), start, like)
-            found[name] = Moment(point, self.mean(j, numbers_of(places[name])).init(like))
+            mean = self.mean(j, numbers_of(places[name]))
+            found[name] = Moment(started_at(start), mean.init(wide_like(start)))
         return found
 
     def update(
@@ -91,6 +90,11 @@ class MomentAveraging(NamedTuple):
             own, after[name] = either(due[-1], averaged, left, (own, moments[name]))
             inner = replaced_by(inner, places[name], own)
         return inner, after, due
+
+
+def started_at(tree: Any) -> Any:
+    """A copy that all workers share from now on, in the dtype of sums."""
+    return jax.tree.map(lambda x, like: jnp.array(x, like.dtype, copy=True), tree, wide_like(tree))
 
 
 def numbers_of(places: Places) -> tuple[int, ...]:

@@ -57,9 +57,8 @@ def onebit_adam(
         bias_correction: divide m by 1 - b1^t and v by 1 - b2^min(t, freeze_step). The release does not, whatever its
             flag says.
         compressor: C, with a known alpha; sign("l2") is the release's.
-        memory: dtype in which e_i is kept between rounds: "float32", "bfloat16" or "int8" (`error_feedback`).
-        via: "auto" or a name in `jaxcomp.exchange.ROUTES`: how messages travel; or a `Route` of your own.
-        options: `weights`, `seed`, `measure`, `link`, `sharded`, `bucket_bytes` of `compressed_mean`.
+        memory: dtype of e_i, as for `error_feedback`.
+        via, options: as for `compressed_mean`, `weights`, `seed`, `measure`, `link`, `sharded`, `bucket_bytes` say.
 
     Returns:
         `optax.GradientTransformationExtraArgs`: an optimizer. Entries without a gradient in the warm-up stay in place.
@@ -134,12 +133,8 @@ def zero_one_adam(
         b1, b2, eps: of Adam.
         bias_correction: divide m by 1 - b1^t, and v by 1 - b2^j after j variances.
         compressor: C, with a known alpha; `sign()` if not given.
-        memory: dtype in which e_i is kept between rounds: "float32", "bfloat16" or "int8" (`error_feedback`).
-        via: "auto" or a name in `jaxcomp.exchange.ROUTES`: how messages travel; or a `Route` of your own.
-        weights: relative weight of each worker, n numbers >= 0; None: those of the compressor (`dagc`), else equal.
-        seed: int or key for both kinds of randomness.
-        measure: whether, or in which one of k rounds, `info` has errors, non-finite entries and bits of entropy codes.
-        link: `Link` between workers, or levels of them by name, by which via="auto" chooses.
+        memory: dtype of e_i, as for `error_feedback`.
+        via, weights, seed, measure, link: as for `compressed_mean`.
 
     Returns:
         `optax.GradientTransformationExtraArgs`: an optimizer, whose update needs the parameters. Entries without a

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 
 from jaxcomp.arrays import root_key
 from jaxcomp.base import Algorithm, Compressor, require_algorithm
-from jaxcomp.exchange.axes import Axis, Placement, axis_names, varying
-from jaxcomp.exchange.binding import exchange_of, own_weights, shares_of
+from jaxcomp.exchange.axes import Axis, axis_names, varying
+from jaxcomp.exchange.binding import exchange_of, own_weights
 from jaxcomp.exchange.driver import Exchange
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.routes import Route
 from jaxcomp.exchange.state import MeanState
 from jaxcomp.groups import join, split
-from jaxcomp.transforms.worker_gradients import weighing
+from jaxcomp.transforms.compressed_mean import by_level
+from jaxcomp.transforms.worker_gradients import shares_along, weighing
 
 __all__ = ["RoundFunctions", "rounds"]
 
@@ -70,12 +71,9 @@ def rounds(
         axis_name: mapped axis, a tuple of them, or None for a single worker. Or a hierarchy, a mapping from axes to
             algorithms, the last of which is the method: {"ici": jc.direct(jc.identity()), "dcn": adiana(...)}. The
             method then sees, as the gradient of its worker, what the exchange over the first axes brings.
-        via: "auto" or a name in `jaxcomp.exchange.ROUTES`: how messages travel; or a `Route` of your own.
-        weights: relative weight of each worker, n numbers >= 0; None: the compressor's (`dagc`), else equal. Loss
-            means over what workers do not have in equal numbers (tokens) are written with `jc.mean_over`, which knows
-            them.
-        link: `Link` between workers, or levels of them by name, by which via="auto" chooses.
-        seed: int or key for both kinds of randomness.
+        via, seed, link: as for `compressed_mean`.
+        weights: likewise. Loss means over what workers do not have in equal numbers (tokens) are written with
+            `jc.mean_over`, which knows them.
         code: of the messages that are counted, as for `code_bits`.
 
     Returns:
@@ -94,24 +92,17 @@ def rounds(
     [0.2 0.3]
     """
     levels: dict[Any, Any] = dict(axis_name) if isinstance(axis_name, Mapping) else {axis_name: method}
-    *inner_levels, (last_axis, last) = levels.items()
-    check_method(last)
-    names = [axis_names(axis) for axis in levels]
+    check_method(list(levels.values())[-1])
     partial = isinstance(axis_name, Mapping)
-    root = root_key(seed)
-
-    def bound(i: int, axis: Axis, algorithm: Algorithm, **options: Any) -> Exchange:
-        earlier = tuple(name for axes in names[:i] for name in axes)
-        placement = Placement(axis, tuple(names[i + 1 :]), (), earlier, partial)
-        own = jax.random.fold_in(root, i) if len(levels) > 1 else root
-        return exchange_of("rounds", algorithm, placement, via, own, link=link, **options)
-
-    inner = [bound(i, axis, require_algorithm("rounds", each)) for i, (axis, each) in enumerate(inner_levels)]
-    run = bound(len(inner), last_axis, last, weights=weights, code=code)
-    every = tuple(name for axes in names for name in axes) or None
+    *inner_levels, (last, place, key) = by_level(levels, root_key(seed), partial)
+    inner = [
+        exchange_of("rounds", require_algorithm("rounds", each), placement, via, own, link=link)
+        for each, placement, own in inner_levels
+    ]
+    run = exchange_of("rounds", last, place, via, key, link=link, weights=weights, code=code)
+    every = tuple(name for axis in levels for name in axis_names(axis)) or None
     given = {axis: own_weights("rounds", each) for axis, each in levels.items()}
-    given |= {} if weights is None else {last_axis: weights}
-    shares = tuple((a, tuple(shares_of("rounds", each).tolist())) for a, each in given.items() if each is not None)
+    shares = shares_along("rounds", given if weights is None else given | {place.workers: weights})
 
     def init(x):
         x = jax.tree.map(jnp.asarray, x)

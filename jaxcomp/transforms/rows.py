@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
 
 from jaxcomp.exchange.axes import Placement, axis_index, check_own, is_bound, local_rows, varying
 from jaxcomp.exchange.driver import own_at_device, own_off_device
 from jaxcomp.exchange.state import OwnState
+from jaxcomp.state.specs import is_names
 from jaxcomp.transforms.meshes import exchange_on_mesh, init_on_mesh, on_mesh
 
 __all__ = ["BeforeState", "WorkerGradients", "with_before", "with_rows"]
@@ -166,18 +166,13 @@ def _started(before: Any, params: Any, place: Placement, count: int | None = Non
 
 
 def with_rows(
-    name: str, mean: optax.GradientTransformation, axes: tuple[str, ...], sharded: Any, before: Any = None
+    name: str, mean: Transformation, inside: Transformation, axes: tuple[str, ...], sharded: Any, before: Any = None
 ) -> Transformation:
-    """The mean where the axes are not bound: it takes `WorkerGradients`, and runs on their mesh.
+    """The mean where the axes of the workers are not bound: it takes `WorkerGradients`, and runs on their mesh.
 
-    Args:
-        name: of the outer form, for errors.
-        mean: where they are bound.
-        axes: of all workers.
-        sharded, before: as for `compressed_mean`.
+    mean, inside: where they are bound, without and with `before`.
     """
-    specs = sharded if not _is_names(sharded) else None
-    inside = mean if before is None else with_before(before, mean, axes)  # pyright: ignore[reportArgumentType]
+    specs = None if is_names(sharded) else sharded
     before = None if before is None else optax.with_extra_args_support(before)
 
     def init(params):
@@ -207,11 +202,6 @@ def with_rows(
         return direction, BeforeState(OwnState(EachTransform(kept), state.own.placement, state.own.roles), after)
 
     return Transformation(init, update)  # pyright: ignore[reportArgumentType]
-
-
-def _is_names(sharded: Any) -> bool:
-    leaves = jax.tree.leaves(sharded, is_leaf=lambda node: isinstance(node, PartitionSpec))
-    return sharded is None or not any(isinstance(leaf, PartitionSpec) for leaf in leaves)
 
 
 def _rows_on_mesh(name: str, axes: tuple[str, ...], grads: Any, params: Any) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ the algorithm sees that stack, and each worker ends with its own row of the mean
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -62,7 +63,7 @@ class RowLayout(NamedTuple):
     @property
     def sizes(self) -> list[int]:
         """Entries of each leaf in a row."""
-        return [jax.ShapeDtypeStruct(shape, jnp.float32).size for shape in self.shapes]
+        return list(map(math.prod, self.shapes))
 
     @property
     def width(self) -> int:
@@ -114,16 +115,8 @@ def scattered_mean(
     root: Array,
     options: dict[str, Any],
 ) -> optax.GradientTransformationExtraArgs:
-    """The mean direction of leaves that are cut over the workers: whole gradients in, shards out.
-
-    Args:
-        name: of the outer form, for errors.
-        algorithm: `direct` or `error_feedback`.
-        placement: of the workers.
-        dimensions: along which each leaf is cut.
-        root: key of both kinds of randomness.
-        options: of `exchange_of`.
-    """
+    """The mean direction of leaves that are cut over the workers, each along its dimension: whole gradients in, shards
+    out. algorithm: `direct` or `error_feedback`."""
     run = exchange_of(name, algorithm, placement, SCATTER, root, **options)
     axis = placement.workers
 

@@ -21,9 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomp.arrays import wide
 from jaxcomp.jaxprs import CALLS
-from jaxcomp.transforms.arguments import Call, Given, Trained
 from jaxcomp.transforms.meshes import not_explicit, place_arguments, unless_in_force, without
-from jaxcomp.transforms.worker_gradients import Gradients, Loss, is_overflow, kinds_of, own_gradients
+from jaxcomp.transforms.worker_gradients import Gradients, Inputs, Problem, is_overflow, kinds_of, own_gradients
 
 __all__ = ["refusal_of", "unreduced_on_mesh"]
 
@@ -77,35 +76,27 @@ def _which(run: Callable[[Any], Any], whole: Any, typed: Any) -> str:
     return ""
 
 
-def refusal_of(how: Loss, *args: Any) -> str | None:
+def refusal_of(*args: Any) -> str | None:
     """A sentence on the operation of which JAX cannot leave the gradient unreduced; None where there is none.
 
     args: as for `unreduced_on_mesh`.
     """
     try:
-        jax.eval_shape(lambda: unreduced_on_mesh(how, *args).grads)
+        jax.eval_shape(lambda: unreduced_on_mesh(*args).grads)
     except Exception as error:
         return getattr(error, "refused", "")
     return None
 
 
 def unreduced_on_mesh(
-    how: Loss,
-    what: Trained,
-    call: Call,
-    mesh: Any,
-    workers: tuple[str, ...],
-    trained: Any,
-    rest: Any,
-    given: Given,
-    scale: Any = None,
+    problem: Problem, mesh: Any, workers: tuple[str, ...], inputs: Inputs, scale: Any = None
 ) -> Gradients:
     """Results like those of `gradients_on_mesh`: messages n h_i, [n, ...]; loss and auxiliary values are plain JAX's.
 
     Raises:
         ValueError: an axis that is not Explicit; weights of the workers, which a loss of the whole batch has in it.
     """
-    others = not_explicit(mesh)
+    how, trained, others = problem.loss, inputs.trained, not_explicit(mesh)
     if others:
         kind = mesh.axis_types[mesh.axis_names.index(others[0])].name
         raise ValueError(
@@ -119,7 +110,7 @@ def unreduced_on_mesh(
         )
     count, parts = math.prod(mesh.shape[axis] for axis in workers), how.micro_batches
     specs = jax.tree.map(lambda x: without(jax.typeof(x).sharding.spec, workers), trained)
-    _, rest, given = place_arguments(mesh, workers, {}, rest, given)
+    inputs = place_arguments(mesh, workers, inputs)
     lie = lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec))
     rows = jax.tree.map(lambda spec: P(workers, *spec), specs)
 
@@ -133,14 +124,14 @@ def unreduced_on_mesh(
         return jax.tree.map(lambda x, spec: lie(jnp.zeros((count, *x.shape), wide(x.dtype)), spec), tree, rows)
 
     if parts == 1:
-        how = how._replace(kinds=kinds_of("value_and_grad", "equal"))  # as they are
+        problem = problem._replace(loss=how._replace(kinds=kinds_of("value_and_grad", "equal")))  # as they are
     whole = jax.tree.map(lie, trained, specs)
     typed = jax.tree.map(lambda x, spec: lie(x, spec.update(reduced=set(workers))), whole, specs)
     factor = how.scale if scale is None else scale
     try:
-        own = own_gradients(how, what, call, None, typed, rest, given, factor, rows=(apart, zeros))
+        own = own_gradients(problem, None, inputs._replace(trained=typed), factor, rows=(apart, zeros))
     except Exception as error:
-        run = lambda whole: own_gradients(how, what, call, None, whole, rest, given, factor).loss
+        run = lambda whole: own_gradients(problem, None, inputs._replace(trained=whole), factor).loss
         refused = _which(run, whole, typed)
         error.add_note(NOTE.format(workers, refused))
         error.refused = refused  # pyright: ignore[reportAttributeAccessIssue]

@@ -16,17 +16,14 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxcomp.base import Algorithm, require_algorithm
 from jaxcomp.exchange.axes import Axis, axis_names, is_bound
-from jaxcomp.exchange.binding import own_weights, shares_of
+from jaxcomp.exchange.binding import own_weights
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.routes import Route
 from jaxcomp.exchange.state import MeanState, state_dataclass
 from jaxcomp.groups import Buckets
 from jaxcomp.state.specs import names_of, per_worker
 from jaxcomp.transforms.arguments import (
-    Call,
-    Given,
     Trained,
-    call_of,
     check_all_trained,
     check_cut,
     check_wrt,
@@ -42,10 +39,11 @@ from jaxcomp.transforms.meshes import (
     find_mesh,
     find_specs,
     gradients_on_mesh,
+    if_cut,
     init_on_mesh,
-    is_cut,
     not_explicit,
     same_on_mesh,
+    spec_tree,
     warn_if_alone,
     warn_if_cut_otherwise,
     warn_of_lookups,
@@ -53,7 +51,16 @@ from jaxcomp.transforms.meshes import (
 )
 from jaxcomp.transforms.rows import WorkerGradients
 from jaxcomp.transforms.unreduced import refusal_of, unreduced_on_mesh
-from jaxcomp.transforms.worker_gradients import Gradients, Loss, check_loss_options, worker_gradients
+from jaxcomp.transforms.worker_gradients import (
+    Gradients,
+    Inputs,
+    Loss,
+    Problem,
+    check_loss_options,
+    problem_of,
+    shares_along,
+    worker_gradients,
+)
 
 __all__ = ["GradientState", "ValueAndGrad", "value_and_grad", "worker_value_and_grad"]
 
@@ -99,15 +106,16 @@ class ValueAndGrad:
         Raises:
             ValueError: how parameters are cut cannot be known (see `param_specs`), or the mesh has no such axis.
         """
-        trained, _ = trained_of(params, self.wrt).part(params)
+        what = trained_of(params, self.wrt)
+        trained, _ = what.part(params)
         if is_bound(self.axis) and self.axis is not None:
             return GradientState(self.transform(None).init(trained), (), self._scale())
         mesh = self._mesh(trained)
         if mesh is None:
-            return GradientState(self._single().init(trained), (), self._scale())
-        specs = self._specs(params, trained, mesh)
+            return GradientState(self.transform(_NO_AXIS).init(trained), (), self._scale())
+        specs = self._specs(params, what, trained, mesh)
         warn_of_whole(axis_names(self.axis), specs, trained)
-        tree = _like_tree(specs, trained)
+        tree = spec_tree(specs, trained)
         exchange = init_on_mesh(self.transform(tree), mesh, self.axis, tree, trained)
         return GradientState(exchange, specs, self._scale(mesh))
 
@@ -131,47 +139,39 @@ class ValueAndGrad:
             loss (or (loss, aux)), gradients like `params`, state.
         """
         _check_call(params, state, self.loss)
-        what = trained_of(params, self.wrt)
-        trained, rest = what.part(params)
-        call, given = call_of("value_and_grad", self.loss.batch, self.loss.keys, batch, named)
-        rest = [*rest, *given.state]
+        problem, inputs = problem_of("value_and_grad", self.loss, self.wrt, params, batch, named)
         if is_bound(self.axis) and self.axis is not None:
             if self.gradients == "unreduced":
                 raise ValueError(
                     f'value_and_grad: gradients="unreduced" goes with plain jax.jit; here {self.axis} is bound by '
                     'shard_map, pmap or vmap. Say gradients="per_worker"'
                 )
-            out = _here(self, what, call, self.axis, trained, rest, given, state)
+            out = _here(self, problem, self.axis, inputs, state)
         else:
-            mesh = self._mesh(trained, given.cut)
+            mesh = self._mesh(inputs.trained, inputs.cut)
             if mesh is None:
-                out = _alone(self, what, call, trained, rest, given, state)
+                out = _alone(self, problem, inputs, state)
                 warn_if_alone("value_and_grad", self.axis, self.axis_is_named)
             else:
-                check_cut("value_and_grad", self.loss.batch, batch, named, call, mesh, axis_names(self.axis))
-                warn_if_cut_otherwise(state.specs, mesh, trained)
-                out = _on_mesh(self, what, call, mesh, trained, rest, given, state)
+                check_cut("value_and_grad", self.loss.batch, batch, named, problem.call, mesh, axis_names(self.axis))
+                warn_if_cut_otherwise(state.specs, mesh, inputs.trained)
+                out = _on_mesh(self, problem, mesh, inputs, state)
         (loss, aux, new, grads, *_), state = out
-        _put_back(params, what, (batch, named), call, rest, new)
-        return (loss, aux) if self.loss.has_aux else loss, like_params(params, what, grads), state
+        _put_back(problem, params, (batch, named), inputs.rest, new)
+        return (loss, aux) if self.loss.has_aux else loss, like_params(problem.trained, grads), state
 
     def _mesh(self, *trees: Any) -> Mesh | AbstractMesh | None:
         names = axis_names(self.axis)
         return find_mesh("value_and_grad", self.mesh, names, *trees) if names else None
 
-    def _specs(self, params: Any, trained: Any, mesh: Any) -> tuple[PartitionSpec, ...]:
+    def _specs(self, params: Any, what: Trained, trained: Any, mesh: Any) -> tuple[PartitionSpec, ...]:
         """Specs of the trained leaves; () where none is cut."""
         whole = params if self.param_specs is not None else trained
         found = find_specs("value_and_grad", whole, mesh, axis_names(self.axis), self.param_specs)
-        names = trained_of(params, self.wrt).names
-        if self.param_specs is not None and names:
-            by_name = {name: spec for name, spec in zip(names, found, strict=True) if isinstance(name, str)}
+        if self.param_specs is not None and what.names:
+            by_name = {name: spec for name, spec in zip(what.names, found, strict=True) if isinstance(name, str)}
             found = tuple(by_name[name] for name in sorted(by_name))
-        return found if any(is_cut(spec, mesh) for spec in found) else ()
-
-    def _single(self) -> Any:
-        """The exchange of a single worker."""
-        return self.transform(_NO_AXIS)
+        return if_cut(found, mesh)
 
 
 _NO_AXIS: Any = object()
@@ -268,13 +268,8 @@ def value_and_grad(
         keys: names of the keyword arguments that hold random keys, of which each worker and micro-batch gets its own.
             None: all that have the dtype of keys; what looks like an untyped one is refused. (): none, all workers have
             the same.
-        via: "auto" or a name in `jaxcomp.exchange.ROUTES`: how messages travel; or a `Route` of your own.
-        weights: relative weight of each worker, n numbers >= 0; None: the compressor's (`dagc`), else equal. Loss
-            and averaged auxiliary values are weighted as gradients are.
-        seed: int or key for both kinds of randomness.
-        measure: whether, or in which one of k rounds, `info` has errors, non-finite entries and bits of entropy codes.
-        link: `Link` between workers, or levels of them by name, by which via="auto" chooses.
-        bucket_bytes: size of buckets of leaves that are exchanged by themselves, or what `jc.buckets` makes; None: one.
+        via, seed, measure, link, bucket_bytes: as for `compressed_mean`.
+        weights: likewise; loss and averaged auxiliary values are weighted as gradients are.
         gradients: "per_worker": as above. "unreduced": the loss is called once, on the whole batch, and JAX leaves its
             gradient unreduced over the workers: masks, class weights, contrastive losses, statistics and auxiliary
             values are plain JAX's, and need no `weight` nor `aux`. On a mesh whose axes are Explicit, outside of
@@ -316,7 +311,7 @@ def value_and_grad(
         micro_batches=micro_batches,
         loss_scale=check_scale("value_and_grad", loss_scale),
         keys=keys,
-        shares=_shares("value_and_grad", given),
+        shares=shares_along("value_and_grad", given),
         batch=batch,
     )
     check_wrt("value_and_grad", wrt)
@@ -397,7 +392,7 @@ def worker_value_and_grad(
         micro_batches=micro_batches,
         loss_scale=check_scale(name, loss_scale),
         keys=keys,
-        shares=_shares(name, {axis_name: weights}),
+        shares=shares_along(name, {axis_name: weights}),
         batch=batch,
     )
     check_wrt(name, wrt)
@@ -411,90 +406,66 @@ def worker_value_and_grad(
             )
         if wrt is None:
             check_all_trained(name, params, "Say wrt=nnx.Param")
-        what = trained_of(params, wrt, name)
-        trained, rest = what.part(params)
-        call, given = call_of(name, how.batch, how.keys, batch, named)
-        check_cut(name, how.batch, batch, named, call, found, workers)
-        rest = [*rest, *given.state]
-        made = _first_stage(how, what, call, found, workers, trained, rest, given)
-        _put_back(params, what, (batch, named), call, rest, made.rest)
-        grads = like_params(params, what, jax.tree.map(WorkerGradients, made.grads))
+        problem, inputs = problem_of(name, how, wrt, params, batch, named)
+        check_cut(name, how.batch, batch, named, problem.call, found, workers)
+        made = _first_stage(problem, found, workers, inputs)
+        _put_back(problem, params, (batch, named), inputs.rest, made.rest)
+        grads = like_params(problem.trained, jax.tree.map(WorkerGradients, made.grads))
         return (made.loss, made.aux) if has_aux else made.loss, grads
 
     return value_and_grad
-
-
-def _shares(name: str, weights: Mapping[Any, Any]) -> tuple[tuple[Axis, tuple[float, ...]], ...]:
-    given = {axis: each for axis, each in weights.items() if each is not None}
-    return tuple((axis, tuple(shares_of(name, each).tolist())) for axis, each in given.items())
 
 
 # ------------------------------------------------------------------------------------------------
 # Where it runs
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _first_stage(
-    how: Loss, what: Trained, call: Call, mesh: Any, workers: tuple[str, ...], trained: Any, rest: Any, given: Given
-) -> Gradients:
-    return gradients_on_mesh(how, what, call, mesh, workers, trained, rest, given)._replace(kinds=())
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _first_stage(problem: Problem, mesh: Any, workers: tuple[str, ...], inputs: Inputs) -> Gradients:
+    return gradients_on_mesh(problem, mesh, workers, inputs)._replace(kinds=())
 
 
 def _here(
-    self: ValueAndGrad,
-    what: Trained,
-    call: Call,
-    axis: Axis,
-    trained: Any,
-    rest: Any,
-    given: Given,
-    state: GradientState,
+    self: ValueAndGrad, problem: Problem, axis: Axis, inputs: Inputs, state: GradientState
 ) -> tuple[Gradients, GradientState]:
     """Inside a `shard_map`, `pmap` or `vmap` of the user's; or at a single worker."""
-    factor = _factor(state)
-    found = worker_gradients(self.loss, what, call, axis, per_worker(trained, axis), rest, given, factor)
-    tx = self.transform(None) if axis_names(axis) else self._single()
-    return _after(self, found, trained, rest, state, tx.update(found.grads, state.exchange))
+    own = inputs._replace(trained=per_worker(inputs.trained, axis))
+    found = worker_gradients(problem, axis, own, _factor(state))
+    tx = self.transform(None if axis_names(axis) else _NO_AXIS)
+    return _after(self, found, inputs, state, tx.update(found.grads, state.exchange))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _alone(self: ValueAndGrad, problem: Problem, *arrays: Any) -> tuple[Gradients, GradientState]:
+    return _here(self, problem, None, *arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _alone(self: ValueAndGrad, what: Trained, call: Call, *arrays: Any) -> tuple[Gradients, GradientState]:
-    return _here(self, what, call, None, *arrays)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _on_mesh(
-    self: ValueAndGrad,
-    what: Trained,
-    call: Call,
-    mesh: Any,
-    trained: Any,
-    rest: Any,
-    given: Given,
-    state: GradientState,
+    self: ValueAndGrad, problem: Problem, mesh: Any, inputs: Inputs, state: GradientState
 ) -> tuple[Gradients, GradientState]:
     """The two stages."""
     workers, factor = axis_names(self.axis), _factor(state)
     stage = unreduced_on_mesh if self.gradients == "unreduced" else gradients_on_mesh
     if self.gradients == "auto" and not (not_explicit(mesh) or self.loss.tells_of_parts):
-        refused = refusal_of(self.loss, what, call, mesh, workers, trained, rest, given, factor)
+        refused = refusal_of(problem, mesh, workers, inputs, factor)
         stage = unreduced_on_mesh if refused is None else gradients_on_mesh
         if refused is not None:
             warnings.warn(PER_WORKER.format(refused), stacklevel=2)
-    run = lambda trained: stage(self.loss, what, call, mesh, workers, trained, rest, given, factor)
-    warn_of_lookups(lambda trained: run(trained).loss, mesh, workers, state.specs, trained)
-    found = run(trained)
-    tree = _like_tree(state.specs, trained)
+    run = lambda trained: stage(problem, mesh, workers, inputs._replace(trained=trained), factor)
+    warn_of_lookups(lambda trained: run(trained).loss, mesh, workers, state.specs, inputs.trained)
+    found = run(inputs.trained)
+    tree = spec_tree(state.specs, inputs.trained)
     new = exchange_on_mesh(self.transform(tree), mesh, self.axis, tree, found.grads, state.exchange)
-    return _after(self, found, trained, rest, state, new)
+    return _after(self, found, inputs, state, new)
 
 
-def _put_back(params: Any, what: Trained, arguments: Any, call: Call, rest: list[Any], new: list[Any]) -> None:
+def _put_back(problem: Problem, params: Any, arguments: Any, rest: list[Any], new: list[Any]) -> None:
     """New values of NNX variables, into the model and the keyword arguments that were given."""
-    count = len(rest) - call.places.count("state")
-    write_back(
-        params, [name is None and what.is_own(i) for i, name in enumerate(what.names)], rest[:count], new[:count]
-    )
+    what, call = problem.trained, problem.call
+    count = len(rest) - call.num_states
+    is_rest = [name is None and what.is_own(i) for i, name in enumerate(what.names)]
+    write_back(params, is_rest, rest[:count], new[:count])
     write_back(arguments, [place == "state" for place in call.places], rest[count:], new[count:])
 
 
@@ -504,25 +475,18 @@ def _factor(state: GradientState) -> Any:
 
 
 def _after(
-    self: ValueAndGrad, found: Gradients, trained: Any, rest: Any, state: GradientState, new: tuple[Any, Any]
+    self: ValueAndGrad, found: Gradients, inputs: Inputs, state: GradientState, new: tuple[Any, Any]
 ) -> tuple[Gradients, GradientState]:
     """Gradients as they are returned, and the next state. A step that overflowed changes the loss scale alone."""
     how, scale = self.loss.scale, state.loss_scale
     if isinstance(how, DynamicScale):
         finite = found.overflows == 0
         new, scale = select(finite, new, state.exchange), after_step(how, scale, finite)
-        kept = [now if now is None else jnp.where(finite, now, old) for now, old in zip(found.rest, rest, strict=True)]
-        found = found._replace(rest=kept)
-    found = found._replace(grads=_like_dtypes(new[0], trained), kinds=())
+        pairs = zip(found.rest, inputs.rest, strict=True)
+        found = found._replace(rest=[now if now is None else jnp.where(finite, now, old) for now, old in pairs])
+    grads = jax.tree.map(lambda g, x: g.astype(jnp.result_type(x)), new[0], inputs.trained)
+    found = found._replace(grads=grads, kinds=())
     return found, GradientState(new[1], state.specs, scale)
-
-
-def _like_dtypes(grads: Any, params: Any) -> Any:
-    return jax.tree.map(lambda g, x: g.astype(jnp.result_type(x)), grads, params)
-
-
-def _like_tree(specs: tuple[PartitionSpec, ...], tree: Any) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(tree), specs) if specs else None
 
 
 def _check_call(params: Any, state: Any, how: Loss) -> None:

@@ -29,15 +29,19 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.arrays import bounded, wide
+from jaxcomp.checks import is_integer
 from jaxcomp.exchange.axes import Axis, axis_index, axis_names, axis_size, is_bound, varying, varying_axes
+from jaxcomp.exchange.binding import shares_of
 from jaxcomp.exchange.collectives import sum_arrays
-from jaxcomp.transforms.arguments import Call, Given, Trained, is_key, names_whole_arrays, weight_of
+from jaxcomp.transforms.arguments import Call, Trained, call_of, is_key, names_whole_arrays, trained_of, weight_of
 from jaxcomp.transforms.loss_scale import DynamicScale
 
 __all__ = [
     "KINDS",
     "Gradients",
+    "Inputs",
     "Loss",
+    "Problem",
     "WorkerResult",
     "check_loss_options",
     "is_overflow",
@@ -45,7 +49,9 @@ __all__ = [
     "mean_over",
     "not_zero",
     "own_gradients",
+    "problem_of",
     "share_of_worker",
+    "shares_along",
     "stand_in",
     "times",
     "weighing",
@@ -85,6 +91,27 @@ class Loss(NamedTuple):
     def tells_of_parts(self) -> bool:
         """Whether an option says something of the workers' parts of the batch."""
         return self.weighted or bool(self.shares) or self.kinds != kinds_of("value_and_grad", "mean")
+
+
+class Problem(NamedTuple):
+    """A loss, the leaves of the parameters that are trained, and how its other arguments are put together. Static."""
+
+    loss: Loss
+    trained: Trained
+    call: Call
+
+
+class Inputs(NamedTuple):
+    """The arrays that a loss is called with.
+
+    trained, rest: of the parameters (`Trained.part`); rest ends with those of Flax NNX variables among the other
+    arguments. cut: of the batch. whole: equal on all workers.
+    """
+
+    trained: Any
+    rest: list[Any]
+    cut: list[Any]
+    whole: list[Any]
 
 
 class WorkerResult(NamedTuple):
@@ -135,7 +162,7 @@ def check_loss_options(
     """The loss with its options; TypeError or ValueError where one of them cannot be."""
     if not callable(loss):
         raise TypeError(f"{name}: loss must be a function; got {loss!r}")
-    if isinstance(micro_batches, bool) or not isinstance(micro_batches, (int, np.integer)) or micro_batches < 1:
+    if not is_integer(micro_batches):
         raise ValueError(f"{name}: micro_batches must be an integer of at least 1; got {micro_batches!r}")
     if weight is False:
         weight = None
@@ -208,20 +235,31 @@ def _kinds_for(kinds: Any, extra: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
+def problem_of(
+    name: str, loss: Loss, wrt: Any, params: Any, batch: tuple[Any, ...], named: Mapping[str, Any]
+) -> tuple[Problem, Inputs]:
+    """Sorts what one call of the loss is given."""
+    what = trained_of(params, wrt, name)
+    trained, rest = what.part(params)
+    call, cut, whole, state = call_of(name, loss.batch, loss.keys, batch, named)
+    return Problem(loss, what, call), Inputs(trained, [*rest, *state], cut, whole)
+
+
 # ------------------------------------------------------------------------------------------------
 # A mean over the entries of all workers
 
 
 class _Calling(NamedTuple):
-    """The caller of a loss. axes: of the workers. shares: of each. refusal: why no mean over them can be taken."""
+    """The caller of a loss. axes: of the workers, () where it is called by hand. shares: of each. refusal: why no mean
+    over them can be taken."""
 
-    axes: tuple[str, ...]
-    shares: tuple[tuple[Axis, tuple[float, ...]], ...]
+    axes: tuple[str, ...] = ()
+    shares: tuple[tuple[Axis, tuple[float, ...]], ...] = ()
     refusal: str = ""
 
 
 # A context that jax.jit knows of: a loss that is compiled by itself is traced again in another one.
-_calling = jax.make_user_context(None)
+_calling = jax.make_user_context(_Calling())
 
 
 def weighing(axis: Axis, shares: Any = (), refusal: str = "") -> Any:
@@ -265,7 +303,7 @@ def mean_over(x: Array, mask: Array | None = None, axis: Axis = "data") -> Array
     >>> print(jc.mean_over(x, mask), jax.vmap(jc.mean_over, axis_name="data")(x, mask))
     2.0 [2. 2.]
     """
-    here: _Calling | None = _calling.value  # pyright: ignore[reportAssignmentType]
+    here: _Calling = _calling.value  # pyright: ignore[reportAssignmentType]
     x = jnp.asarray(x)
     mask = jnp.ones((), x.dtype) if mask is None else jnp.asarray(mask)
     try:
@@ -274,12 +312,10 @@ def mean_over(x: Array, mask: Array | None = None, axis: Axis = "data") -> Array
         fits = False
     if not fits:
         raise ValueError(f"mean_over: the mask must broadcast to the shape {x.shape} of x; got {mask.shape}")
-    names = axis_names(axis)
-    if here is not None:
-        names = tuple(stand_in(name) if stand_in(name) in here.axes else name for name in names)
-    if here is not None and here.refusal:
+    names = tuple(stand_in(name) if stand_in(name) in here.axes else name for name in axis_names(axis))
+    if here.refusal:
         raise ValueError(f"mean_over: {here.refusal}. Return (loss, weight) instead, with weight=True")
-    if here is not None and here.axes and set(names) != set(here.axes):
+    if here.axes and set(names) != set(here.axes):
         raise ValueError(f"mean_over: axis must be {here.axes}, that of the workers; got {axis!r}")
     manual = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
     if manual and not set(names) <= set(manual):
@@ -288,8 +324,7 @@ def mean_over(x: Array, mask: Array | None = None, axis: Axis = "data") -> Array
     counts = jnp.broadcast_to(mask, x.shape).astype(kind)
     total = jnp.sum(jnp.where(counts != 0, x.astype(kind) * counts, 0))
     bound = names if names and is_bound(names) else None
-    shares = here.shares if here is not None and here.axes else ()
-    found = _ratio(total, jnp.sum(counts), axis_names(bound), shares)
+    found = _ratio(total, jnp.sum(counts), axis_names(bound), here.shares if here.axes else ())
     return found.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else found
 
 
@@ -320,13 +355,9 @@ def _(axes, shares, given, tangents):
 
 
 def own_gradients(
-    how: Loss,
-    what: Trained,
-    call: Call,
+    problem: Problem,
     axis: Axis,
-    trained: Any,
-    rest: list[Any],
-    given: Given,
+    inputs: Inputs,
     factor: Any = None,
     refusal: str = "",
     rows: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None,
@@ -336,10 +367,9 @@ def own_gradients(
     """Loss and gradient of this worker's part of the batch, with what it counts. No collective.
 
     Args:
-        how, what, call: see there.
+        problem: see there.
         axis: of the workers, bound; None for a single one.
-        trained, rest: see `Trained.part`; rest ends with `given.state`.
-        given: this worker's part of the batch, and what is equal on all workers.
+        inputs: with this worker's part of the batch.
         factor: of the loss, None for 1. Gradients are divided by it, in f32, which they keep.
         refusal: see `mean_over`.
         rows: (what is made of a gradient before anything else, zeros of that form for a tree of parameters).
@@ -347,6 +377,8 @@ def own_gradients(
         times_weight: gradients are those of weight times the loss. What a loss adds up over the workers then counts by
             their weights, too: the transpose of such a sum adds the workers' parts before anybody could weigh them.
     """
+    how, call = problem.loss, problem.call
+    trained, rest, whole = inputs.trained, inputs.rest, inputs.whole
     number, parts = axis_index(axis) if number is None else number, how.micro_batches
     if axis_names(axis):
         mine = lambda key: jax.random.fold_in(key, number)
@@ -355,19 +387,17 @@ def own_gradients(
     def arguments(rest, cut, j):
         """(batch, named) of micro-batch j, with the keys of this worker."""
         own = lambda x: _each_key(lambda key: jax.random.fold_in(jax.random.fold_in(key, number), j), x)
-        whole = [own(x) if split else x for x, split in zip(given.whole, call.are_keys, strict=True)]
-        return call.join(Given(cut, whole, rest[len(rest) - len(given.state) :]))
+        mine = [own(x) if split else x for x, split in zip(whole, call.are_keys, strict=True)]
+        return call.join(cut, mine, rest[len(rest) - call.num_states :])
 
     def one(rest, cut, j):
-        grads, out = _differentiated(
-            how, what, call, trained, rest, lambda: arguments(rest, cut, j), factor, times_weight
-        )
+        grads, out = _differentiated(problem, trained, rest, lambda: arguments(rest, cut, j), factor, times_weight)
         return (grads if rows is None else rows[0](grads)), out
 
     why = refusal or ("inside of micro_batches it would see one of them alone" if parts > 1 else "")
     with weighing(axis, how.shares, why):
         if parts == 1:
-            first = given.cut
+            first = inputs.cut
             grads, (loss, extra, new, weight) = one(rest, first, 0)
             extra = jax.tree.map(lambda x: jnp.asarray(x)[None], extra)
             weights = None if weight is None else weight[None]
@@ -376,12 +406,12 @@ def own_gradients(
                 counts = (lambda g: (weight != 0) | jnp.isfinite(g)) if times_weight else lambda _: weight != 0
                 grads = jax.tree.map(lambda g: jnp.where(counts(g), g, 0), grads)
         else:
-            cut = _micro_batches(given.cut, parts, how.batch is None)
+            cut = _micro_batches(inputs.cut, parts, how.batch is None)
             first = [x[0] for x in cut]
             zeros = jax.tree.map(_wide_zeros, trained) if rows is None else rows[1](trained)
             grads, loss, extra, new, weights = _accumulated(zeros, rest, cut, parts, one, times_weight)
         kinds = _kinds_for(how.kinds, extra)
-        doubled = lambda: _doubled(how, what, trained, rest, lambda cut: arguments(rest, cut, 0), first)
+        doubled = lambda: _doubled(problem, trained, rest, lambda cut: arguments(rest, cut, 0), first)
         examples = [x.shape[0] for x in first[:1] if x.ndim]
         extra = _of_micro_batches(kinds, extra, weights, examples, doubled)
     if factor is not None:
@@ -427,21 +457,20 @@ def _accumulated(
 
 
 def _differentiated(
-    how: Loss,
-    what: Trained,
-    call: Call,
+    problem: Problem,
     trained: Any,
     rest: list[Any],
     arguments: Callable[[], Any],
     factor: Any,
-    times_weight: bool = False,
+    times_weight: bool,
 ) -> Any:
     """Gradients, and (loss, auxiliary values, new values of what is not trained, weight) of one micro-batch."""
+    what = problem.trained
 
     def scaled(trained):
         mine = arguments()  # variables are made where they are changed
-        tree, loss, extra, weight = _called(how, what, trained, rest, mine)
-        after = [*(what.part(tree)[1] if what.names else []), *call.pick(mine, "state")]
+        tree, loss, extra, weight = _called(problem, trained, rest, mine)
+        after = [*(what.part(tree)[1] if what.names else []), *problem.call.pick(mine, "state")]
         kept = lambda old, new: new is old or is_key(old)
         new = [None if kept(a, b) else jnp.asarray(b, a.dtype) for a, b in zip(rest, after, strict=True)]
         out = (loss, extra, new, weight)
@@ -454,11 +483,11 @@ def _differentiated(
     return jax.grad(scaled, has_aux=True)(trained)
 
 
-def _called(how: Loss, what: Trained, trained: Any, rest: list[Any], arguments: Any) -> Any:
+def _called(problem: Problem, trained: Any, rest: list[Any], arguments: Any) -> Any:
     """The tree of parameters after one call of the loss, loss, auxiliary values, weight."""
-    tree, (batch, named) = what.join(trained, rest), arguments
-    here: _Calling | None = _calling.value  # pyright: ignore[reportAssignmentType]
-    pieces = how.micro_batches * (1 if here is None else axis_size(here.axes))
+    how, tree, (batch, named) = problem.loss, problem.trained.join(trained, rest), arguments
+    here: _Calling = _calling.value  # pyright: ignore[reportAssignmentType]
+    pieces = how.micro_batches * axis_size(here.axes)
     with names_whole_arrays(how.batch, batch, named, pieces):
         out, extra, weight = how.function(tree, *batch, **named), None, None
     if how.has_aux:
@@ -587,9 +616,9 @@ def _joined(kind: str, x: Array, weights: Any) -> Array:
     return (jnp.sum(times(x, each), axis=0) / not_zero(jnp.sum(weights)).astype(wide(x.dtype))).astype(x.dtype)
 
 
-def _doubled(how: Loss, what: Trained, trained: Any, rest: list[Any], arguments: Any, cut: list[Any]) -> Any:
+def _doubled(problem: Problem, trained: Any, rest: list[Any], arguments: Any, cut: list[Any]) -> Any:
     """Shapes of the auxiliary values of a batch twice as long; None where the loss does not take one."""
-    run = lambda: _called(how, what, trained, rest, arguments([jnp.concatenate([x, x]) for x in cut]))[2]
+    run = lambda: _called(problem, trained, rest, arguments([jnp.concatenate([x, x]) for x in cut]))[2]
     try:
         return jax.tree.leaves(jax.eval_shape(run))
     except Exception:  # whatever a loss raises that was written for one length
@@ -601,29 +630,22 @@ def _doubled(how: Loss, what: Trained, trained: Any, rest: list[Any], arguments:
 
 
 def worker_gradients(
-    how: Loss,
-    what: Trained,
-    call: Call,
-    axis: Axis,
-    trained: Any,
-    rest: list[Any],
-    given: Given,
-    scale: Array | None = None,
-    number: Any = None,
+    problem: Problem, axis: Axis, inputs: Inputs, scale: Array | None = None, number: Any = None
 ) -> Gradients:
     """The message of this worker (see above), and what all workers together know of loss and auxiliary values.
 
     Args:
-        how, what, call, axis, trained, rest, given, number: as for `own_gradients`.
+        problem, axis, inputs, number: as for `own_gradients`.
         scale: f32[], of the loss, where `how.scale` is a `DynamicScale`.
     """
-    trained, rest, whole, scale = varying((trained, rest, given.whole, scale), axis)
+    how = problem.loss
+    trained, rest, whole, scale = varying((inputs.trained, inputs.rest, inputs.whole, scale), axis)
     factor = scale if isinstance(how.scale, DynamicScale) else how.scale
     # Numbers of 16 bits that have few exponents, and shares, weigh gradients afterwards.
     wide_enough = all(jnp.finfo(x.dtype).maxexp >= 64 for x in jax.tree.leaves(trained) if _is_float(x))
     times_weight = how.weighted and not how.shares and wide_enough and bool(axis_names(axis))
-    given = given._replace(whole=whole)
-    own = own_gradients(how, what, call, axis, trained, rest, given, factor, number=number, times_weight=times_weight)
+    inputs = Inputs(trained, rest, inputs.cut, whole)
+    own = own_gradients(problem, axis, inputs, factor, number=number, times_weight=times_weight)
     share = share_of_worker(axis, how.shares)
     counts = share if own.weight is None else jnp.asarray(share, own.weight.dtype) * own.weight
     overflow = None if scale is None else is_overflow(own.grads) * jnp.asarray(counts != 0, jnp.float32)
@@ -644,6 +666,12 @@ def is_overflow(grads: Any) -> Array:
     """f32[]: one if any entry is NaN or infinite."""
     finite = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
     return 1.0 - jnp.all(jnp.stack(finite)).astype(jnp.float32) if finite else jnp.zeros((), jnp.float32)
+
+
+def shares_along(name: str, weights: Mapping[Axis, Any]) -> tuple[tuple[Axis, tuple[float, ...]], ...]:
+    """Shares of the workers along each axis along which they have weights."""
+    given = {axis: each for axis, each in weights.items() if each is not None}
+    return tuple((axis, tuple(shares_of(name, each).tolist())) for axis, each in given.items())
 
 
 def share_of_worker(axis: Axis, shares: tuple[tuple[Axis, tuple[float, ...]], ...]) -> Any:
