@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import bounded, finite, key_data, weighted, wide, wrap_key
+from jaxcomp.arrays import bounded, finite, weighted, wide, wrap_key
 from jaxcomp.backend import fold, form, zeros_if_shape
 from jaxcomp.base import Compressor, Spec, State, on_vectors, row_by_row
 from jaxcomp.checks import check_like, is_integer, is_whole
@@ -88,7 +88,7 @@ def count_sketch(ratio: float | None = None, *, rows: int = 1, columns: int | No
         return bounded(total + decoded(fold(add_one, zeros, (payloads, weights)), shared, total.shape[0], total.dtype))
 
     return on_vectors(
-        init=lambda shared_key, like: State(shared=Draw(key_data(shared_key), jnp.zeros((), jnp.int32))),
+        init=lambda shared_key, like: State(shared=Draw.first(shared_key)),
         compress=compress,
         decompress=decompress,
         accumulate=add,
