@@ -22,7 +22,7 @@ from jaxcomp.groups import FILLED_IF_LONG
 from jaxcomp.payloads import Sparse
 from jaxcomp.select import indices_of_words, marked_above, take, top_set
 
-__all__ = ["Estimator", "ThresholdLocal", "by_threshold", "with_words"]
+__all__ = ["Estimator", "ThresholdLocal", "adjusted", "by_threshold", "fixed", "with_words"]
 
 Array = jax.Array
 
@@ -131,3 +131,18 @@ def with_words(estimate: Callable[..., tuple[Array, Any]]) -> Callable[..., tupl
         return eta, *marked_above(x, eta), memory
 
     return estimate_with_words
+
+
+def adjusted(x: Array, eta: Array, factor_of: Callable[[Array], Array], most: int) -> tuple[Array, Array, Array]:
+    """(eta, *marked_above(x, eta)), with eta times factor_of(entries above it) while that is not one, `most` times."""
+
+    def is_off(carry):
+        times, _, _, count = carry
+        return (times < most) & (factor_of(count) != 1)
+
+    def step(carry):
+        times, eta, _, count = carry
+        eta = eta * factor_of(count).astype(eta.dtype)
+        return times + 1, eta, *marked_above(x, eta)
+
+    return lax.while_loop(is_off, step, (jnp.zeros((), jnp.int32), eta, *marked_above(x, eta)))[1:]
