@@ -22,7 +22,6 @@ from jaxcomp.norms import room
 __all__ = [
     "as_matrices",
     "bases_of",
-    "check_low_rank",
     "factored",
     "factors",
     "limited",
@@ -78,15 +77,6 @@ def ranks_of(name: str, rank: Any) -> tuple[tuple[int, int], ...]:
     if not pairs or pairs[0][0] != 0:
         raise ValueError(f"{name}: a schedule of ranks needs one for round 0; got {dict(pairs)}")
     return tuple((int(start), int(value)) for start, value in pairs)
-
-
-def check_low_rank(name: str, min_ratio: float, start: int, dense_below: int) -> None:
-    """Raises ValueError for what is out of range."""
-    if not 0 < min_ratio < math.inf:
-        raise ValueError(f"{name}: min_ratio must be positive and finite; got {min_ratio}")
-    for what, value in (("start", start), ("dense_below", dense_below)):
-        if not is_whole(value, 0):
-            raise ValueError(f"{name}: {what} must be an integer of at least 0; got {value}")
 
 
 # ------------------------------------------------------------------------------------------------

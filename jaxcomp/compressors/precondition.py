@@ -111,12 +111,7 @@ def precondition(compressor: Compressor, smoothness: Operator, *, dtype: Any = N
         raise ValueError(f"precondition needs an unbiased compressor (omega known); {spec.name} is not one")
     if not hasattr(smoothness, "inv_root"):
         raise ValueError(f"precondition: smoothness must be an operator; got {type(smoothness).__name__}")
-    return _preconditioned(compressor, smoothness, dtype)
-
-
-def _preconditioned(compressor: Compressor, smoothness: Operator, dtype: Any) -> Compressor:
-    spec, stacked = compressor.spec, is_stacked(smoothness)
-    size = np.shape(smoothness.diag)[-1]
+    stacked, size = is_stacked(smoothness), np.shape(smoothness.diag)[-1]
 
     def inner(like: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((size,), like.dtype if dtype is None else jnp.dtype(dtype))
