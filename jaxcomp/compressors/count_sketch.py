@@ -120,9 +120,8 @@ def counters(key: Array, row: int, indices: Array, columns: int) -> tuple[Array,
     """h(i), i32[k], and whether s(i) is negative, bool[k], in one row.
 
     A block is c entries, one after the other. Its entry j counts at j + o, modulo c, where the offset o, uniform on
-    0 .. c - 1, is a hash of block and row. So two entries of different blocks share a counter with chance 1/c, as with
-    any hash, and those of one block never do; and what is added, and read, is runs of memory. The sign is a bit of a
-    hash of the entry.
+    0 .. c - 1, is a hash of block and row: what is added, and read, is runs of memory. The sign is a bit of a hash of
+    the entry.
     """
     return _counters(_words(key), row, indices.astype(U32), columns)
 

@@ -1,17 +1,13 @@
 """SKCompress: a sparse gradient by quantile buckets, a MinMaxSketch of them, and coded keys.
 
-The values that a sparsifier selected are replaced by the number of a bucket and a table of what each bucket
-stands for. Keys (indices) are exact. How the message is coded is `bits` and `wire`.
+The values that a sparsifier selected are replaced by the number of a bucket and a table of what each bucket stands for.
+Keys (indices) are exact. They travel anyway, so values can be told by their place, without hashing. Zero is a split, so
+no bucket mixes signs.
 
-By position, the mode to use: the bucket of each value travels as a number. Zero is a split, so no bucket mixes signs,
-and a level is the mean of its bucket. Buckets hold equal parts of sum |x_j|^power. Keys travel anyway, so values can be
-told by their place, without hashing.
-
-In sketches that the keys are hashed into: buckets of equally many values fall into groups of one sign each. Keys go in
-one list per group, with a MinMaxSketch that holds each key's rank of distance from zero within the group. Collisions
-make ranks smaller, never larger, and never change a sign. The encoder decodes its own message, and each level is the
-mean of the values that decode to it (recentred). In cells and levels, bucket g * width + rank is the one with that rank
-of distance from zero in group g. The sketches as released are `contrib.skcompress_released`.
+In sketches keys go in one list per group of buckets, with a MinMaxSketch that holds each key's rank of distance from
+zero within the group. Collisions make ranks smaller, never larger, and never change a sign. The encoder decodes its own
+message, and each level is the mean of the values that decode to it (recentred). In cells and levels, bucket
+g * width + rank is the one with that rank in group g. The sketches as released are `contrib.skcompress_released`.
 """
 
 from collections.abc import Callable
