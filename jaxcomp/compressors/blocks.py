@@ -32,6 +32,7 @@ class BlockSizes:
         else:
             count = max(1, min(blocks or 1, d))
             self.rows, self.length = count - 1, d // count
+        self.size = d
         self.tail = d - self.rows * self.length
         self.lengths = [self.length] * self.rows + [self.tail] * int(self.tail > 0)
         self.count = len(self.lengths)
@@ -58,16 +59,15 @@ class BlockSizes:
         return self.count <= 1 or (self.length % 32 == 0 and self.tail in (0, self.length))
 
     def spread_to_words(self, each: Array) -> Array:
-        """A number per block, repeated over 32 entries at a time; [count] -> [d / 32] or [1]."""
-        return each if self.count <= 1 else jnp.repeat(each, self.length // 32)
+        """A number per block, repeated over 32 entries at a time; [count] -> [d / 32] or [1]. One per entry stays."""
+        return each if self.count <= 1 or each.shape[0] == self.size else jnp.repeat(each, self.length // 32)
 
     def spread(self, each: Array) -> Array:
-        """A number per block, repeated over the entries of its block; [count] -> [d] or [1]."""
-        if self.count <= 1:
+        """A number per block, repeated over the entries of its block; [count] -> [d] or [1]. One per entry stays."""
+        if self.count <= 1 or each.shape[0] == self.size:
             return each
         if self.tail <= self.length:  # fuses with what follows, where a concatenation would be an array of its own
-            size = self.rows * self.length + self.tail
-            return to_short_rows(each, self.length)[:size]
+            return to_short_rows(each, self.length)[: self.size]
         body = to_short_rows(each[: self.rows], self.length)
         return jnp.concatenate([body, jnp.broadcast_to(each[self.rows :], (self.tail,))]) if self.tail else body
 
@@ -75,15 +75,9 @@ class BlockSizes:
 def block_sizes(
     name: str, blocks: int | None, block_size: int | None, default: int | None
 ) -> Callable[[int], BlockSizes]:
-    """Checks a number of blocks or a size of blocks: d -> how a vector of d entries is cut.
+    """How a vector of d entries is cut, d -> `BlockSizes`; ValueError if both are given, or one is no integer above 0.
 
-    Args:
-        name: of the factory, for errors.
-        blocks, block_size: see `BlockSizes`.
-        default: block_size where neither is given.
-
-    Raises:
-        ValueError: both are given, or one is not an integer of at least 1.
+    default: block_size where neither is given.
     """
     for what, value in (("blocks", blocks), ("block_size", block_size)):
         if value is not None and not is_integer(value):
