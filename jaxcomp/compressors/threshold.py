@@ -65,12 +65,7 @@ def by_threshold(
 ) -> Compressor:
     """A compressor from an estimate of a threshold.
 
-    Args:
-        name: for errors and tables.
-        target: how many entries to keep.
-        estimator: finds the threshold.
-        capacity: room in the message as a multiple of k.
-        alpha: of the compressor, for d > 0.
+    capacity: room in the message as a multiple of k. alpha: for d > 0.
     """
     if not 1 <= capacity < math.inf:
         raise ValueError(f"{name.split('(')[0]}: capacity must be at least 1; got {capacity}")
