@@ -208,7 +208,7 @@ def _compressor(elements: Elements, rule: Scale, layout: Any, stochastic: bool, 
         each, words, cut = scales(payload, 0, like.size)
         same = like.dtype == jnp.float32  # comparisons would take what is subnormal for zero
         decode = value if same else lambda *args: bounded(value(*args), like.dtype)
-        return worth(decode, words, cut, each, like.size)
+        return worth(decode, words, cut, each)
 
     def accumulate(total, payloads, weights, shared):
         each, words, cut = scales(payloads, 1, total.size)

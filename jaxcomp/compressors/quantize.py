@@ -18,14 +18,14 @@ from jaxcomp.compressors.blocks import BLOCK_SIZE, BlockSizes, add_worth, block_
 from jaxcomp.factories import factory
 from jaxcomp.groups import ALONE, FIXED, Layout
 from jaxcomp.hashing import as_uniform, random_uniform
-from jaxcomp.packing import Lanes, Places, pack, places_of, width_for
+from jaxcomp.packing import Lanes, Places, pack, width_for
 from jaxcomp.payloads import Quantized
 
 __all__ = ["dithering", "unzigzag", "zigzag"]
 
 Array = jax.Array
 MOST_LEVELS = 2**15
-FEW = 127  # levels that `_few_codes` rounds
+FEW = 127  # levels that `_few_words` rounds
 LARGEST = np.finfo(np.float32).max  # of norms and units, which are f32
 
 
@@ -206,15 +206,10 @@ def _codes(x: Array, inverses: tuple[Array, Array], noise: Array, most: int) -> 
     return jnp.maximum(2 * level - 1 + (x < 0).astype(jnp.int32), 0).astype(jnp.uint32)
 
 
-def _codes_of_halves(x: Array, inverses: tuple[Array, Array], half: Array, most: int) -> Array:
-    """The same with noise (half + 1/2) 2^-16."""
-    return _codes(x, inverses, as_uniform(half), most)
-
-
 def _words(places: Places | Lanes, most: int, x: Array, inverses: tuple[Array, ...], key: Array) -> Array:
     """`places.pack` of the codes of all entries."""
     each = zip(places.slices(x), zip(*map(places.slices, inverses), strict=True), places.halves(key), strict=True)
-    return places.pack([_codes_of_halves(*three, most) for three in each])
+    return places.pack([_codes(x, inverses, as_uniform(half), most) for x, inverses, half in each])
 
 
 def _few_words(places: Places | Lanes, most: int, x: Array, inverses: tuple[Array], key: Array) -> Array:
@@ -282,7 +277,7 @@ def _dithering(
         norms = up_to_bfloat16(norms) if short else norms
         short_norms = rounded_to(norms, jnp.bfloat16) if short else norms
         units = steps.unit(state.shared, cut, norms).astype(x.dtype)
-        places = places_of(x.shape[0], width) if cut.in_words else None
+        places = cut.places(width)
         if places is None:  # entry by entry
             codes = _codes(x, _inverses(cut.spread(units)), random_uniform(key, x.shape[0]), most)
             return Quantized(short_norms, pack(codes, width)), state.local
@@ -297,12 +292,12 @@ def _dithering(
         cut = layout(like.size)
         check_like("dithering", payload.words.shape, (width, -(-like.size // 32)))
         units = steps.unit(shared, cut, payload.norms.astype(jnp.float32))
-        return worth(lambda codes, unit: _worth(codes, unit, like.dtype), payload.words, cut, units, like.size)
+        return worth(lambda codes, unit: _worth(codes, unit, like.dtype), payload.words, cut, units)
 
     def accumulate(total, payloads, weights, shared):
         cut = layout(total.size)
         check_like("dithering", payloads.words.shape[1:], (width, -(-total.size // 32)))
-        if varying or not cut.in_words or places_of(total.size, width) is None:
+        if varying or cut.places(width) is None:
             workers = payloads.words.shape[0]
             pick = lambda worker: row_of("dithering", shared, worker, workers) if per_worker else shared
             return add_each(decompress, pick, total, payloads, weights, entrywise=True)

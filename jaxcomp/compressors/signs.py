@@ -210,7 +210,7 @@ def _read(
     def decompress(payload, shared, like):
         check_like(name, payload.words.shape, (width, -(-like.size // 32)))
         of = lambda *args: bounded(value(*args), like.dtype)
-        return worth(of, payload.words, cut_of(like.size), scales(payload.norms), like.size)
+        return worth(of, payload.words, cut_of(like.size), scales(payload.norms))
 
     def accumulate(total, payloads, weights, shared):
         check_like(name, payloads.words.shape[1:], (width, -(-total.size // 32)))

@@ -164,8 +164,8 @@ def _of_trees(name: str, compressor: Compressor, layout: Layout) -> Compressor:
     def add(total, payloads, weights, shared):
         groups, each = of(total)
         if isinstance(weights, Leaves):
-            weights = weights._replace(dense=weights.dense.values)
             weights = from_leaves(groups.groups, _by_group(groups.groups, weights, None))
+            weights = (weights[0].values, *weights[1:]) if _has_small(groups.groups) else weights
         else:
             weights = (weights,) * len(each)
         payloads = _by_group(groups.groups, payloads, 1)
