@@ -5,7 +5,7 @@ them is done to the whole stack at once.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,6 @@ from jax import lax
 
 from jaxcomp.backend import form
 from jaxcomp.base import Sum
-from jaxcomp.checks import is_whole
 from jaxcomp.hashing import fmix32
 from jaxcomp.norms import room
 
@@ -27,7 +26,6 @@ __all__ = [
     "limited",
     "matrix_shape",
     "product",
-    "ranks_of",
     "transposed_times",
 ]
 
@@ -60,23 +58,6 @@ def factored(shape: tuple[int, ...], rank: int, min_ratio: float) -> bool:
     """Whether two factors of a leaf have fewer entries than one in `min_ratio` of its own."""
     rows, columns = matrix_shape(shape)
     return min(rank, rows, columns) * (rows + columns) * min_ratio < rows * columns
-
-
-def ranks_of(name: str, rank: Any) -> tuple[tuple[int, int], ...]:
-    """A rank, or {first round: rank}, as pairs in the order of the rounds, the first of which begins at 0.
-
-    Raises:
-        ValueError: a rank below 1, no rank for round 0.
-    """
-    pairs = sorted(rank.items()) if isinstance(rank, Mapping) else [(0, rank)]
-    for start, value in pairs:
-        if not is_whole(value):
-            raise ValueError(f"{name}: rank must be an integer of at least 1; got {value}")
-        if not is_whole(start, 0):
-            raise ValueError(f"{name}: a schedule of ranks is {{round: rank}}, with rounds of at least 0; got {start}")
-    if not pairs or pairs[0][0] != 0:
-        raise ValueError(f"{name}: a schedule of ranks needs one for round 0; got {dict(pairs)}")
-    return tuple((int(start), int(value)) for start, value in pairs)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from jaxcomp.algorithms.low_rank import (
     limited,
     matrix_shape,
     product,
-    ranks_of,
 )
 from jaxcomp.algorithms.narrow import remembered_in
 from jaxcomp.arrays import bounded, decayed_sum, finite, key_data, wide, wide_like, wrap_key, zeros_like
@@ -104,7 +103,7 @@ def power_sgd(
     >>> print(bool(jnp.allclose(direction["w"], grads["w"], atol=1e-5)))
     True
     """
-    ranks = ranks_of("power_sgd", rank)
+    ranks = _ranks(rank)
     if not 0 < min_ratio < math.inf:
         raise ValueError(f"power_sgd: min_ratio must be positive and finite; got {min_ratio}")
     for what, value in (("start", start), ("dense_below", dense_below)):
@@ -143,6 +142,21 @@ def power_sgd(
     layout = Layout("square") if batched else Layout("shape", int(dense_below))
     pieces = error_feedback and not batched
     return remembered_in(memory, Algorithm(init, update, roles, layout=layout, pieces=pieces))
+
+
+def _ranks(rank: int | Mapping[int, int]) -> list[tuple[int, int]]:
+    """A rank, or {first round: rank}, as pairs in the order of the rounds, the first of which begins at 0."""
+    pairs = sorted(rank.items()) if isinstance(rank, Mapping) else [(0, rank)]
+    for start, value in pairs:
+        if not is_whole(value):
+            raise ValueError(f"power_sgd: rank must be an integer of at least 1; got {value}")
+        if not is_whole(start, 0):
+            raise ValueError(
+                f"power_sgd: a schedule of ranks is {{round: rank}}, with rounds of at least 0; got {start}"
+            )
+    if not pairs or pairs[0][0] != 0:
+        raise ValueError(f"power_sgd: a schedule of ranks needs one for round 0; got {dict(pairs)}")
+    return [(int(start), int(value)) for start, value in pairs]
 
 
 def _alone(g: Array) -> Array:
