@@ -5,7 +5,8 @@ so on. The constants have the same names in all of them:
 
     smoothness   L of the mean loss.
     workers      n.
-    variance     V. Plain methods: omega max_i L_i. Smoothness-aware ones: max_i V(C_i, L_i), from `smoothness`.
+    variance     V. Plain methods: omega max_i L_i. Smoothness-aware ones, of a preconditioned compressor: max_i
+                 V(C_i, L_i), which `smoothness.dithering_variance` and its kin compute.
     omega        the largest omega of the compressors.
     mu           strong convexity of the mean loss.
 
@@ -59,8 +60,7 @@ def dcgd(
     Args:
         smoothness: L, above 0.
         workers: n, at least 1.
-        variance: V, at least 0: omega max_i L_i; of a preconditioned compressor max_i V(C_i, L_i), which
-            `smoothness.dithering_variance` and its kin compute.
+        variance: V, at least 0 (see `jaxcomp.theory`).
         mu: strong convexity, in [0, L].
         interpolation: whether the gradients of all workers vanish at the optimum.
         down_omega: omega of what compresses the way down (`bidirectional`); gamma is divided by 1 + down_omega.
@@ -102,8 +102,7 @@ def diana(
     Args:
         smoothness: L, above 0.
         workers: n, at least 1.
-        variance: V, at least 0: omega max_i L_i; of a preconditioned compressor max_i V(C_i, L_i), which
-            `smoothness.dithering_variance` and its kin compute.
+        variance: V, at least 0 (see `jaxcomp.theory`).
         omega: largest omega of the compressors, at least 0.
         mu: strong convexity, in [0, L].
         tight: whether to take the larger step above; without effect for mu = 0.
@@ -163,8 +162,7 @@ def adiana(
     Args:
         smoothness: L, above 0.
         workers: n, at least 1.
-        variance: V, at least 0: omega max_i L_i; of a preconditioned compressor max_i V(C_i, L_i), which
-            `smoothness.dithering_variance` and its kin compute.
+        variance: V, at least 0 (see `jaxcomp.theory`).
         omega: largest omega of the compressors, at least 0.
         mu: strong convexity, in (0, L].
         down_omega: omega of what compresses the way down; eta is divided by (1 + down_omega)^2, the price of
@@ -246,8 +244,7 @@ def isega(
     Args:
         smoothness: L, above 0.
         workers: n, at least 1.
-        variance: V, at least 0: omega max_i L_i; of a preconditioned compressor max_i V(C_i, L_i), which
-            `smoothness.dithering_variance` and its kin compute.
+        variance: V, at least 0 (see `jaxcomp.theory`).
         mu: strong convexity, in [0, L].
         smallest_probability: min_j p_j over all workers, in (0, 1]; None: the rate is then 0.
         tight: as for `diana`; needs smallest_probability.

@@ -8,21 +8,15 @@ import jax.numpy as jnp
 from jaxcomp.algorithms.bidirectional import check_down, send_down, start_down
 from jaxcomp.algorithms.diana import from_shift
 from jaxcomp.algorithms.method import check_unbiased, move, zeros_of
-from jaxcomp.arrays import bounded, key_data, wide_like, wrap_key
+from jaxcomp.arrays import bounded, wide_like, wrap_key
 from jaxcomp.backend import step_in_place
 from jaxcomp.base import Algorithm, Compressor, State
+from jaxcomp.compressors.rand_k import Draw, next_draw
 from jaxcomp.factories import factory
 from jaxcomp.prox import Prox
 from jaxcomp.theory import StepSizes
 
-__all__ = ["Coin", "adiana"]
-
-
-class Coin(NamedTuple):
-    """Shared randomness: key uint32[2];  count i32[], rounds so far."""
-
-    key: Any
-    count: Any
+__all__ = ["adiana"]
 
 
 class AdianaState(NamedTuple):
@@ -34,7 +28,7 @@ class AdianaState(NamedTuple):
     z: Any
     w: Any
     shift: State
-    coin: Coin
+    coin: Draw
     compressor: tuple[State, ...]
     down: Any
 
@@ -88,9 +82,8 @@ def adiana(
     def init(here, x):
         compressor_key, coin_key = jax.random.split(here.key)
         below = () if down is None else start_down(here._replace(key=jax.random.fold_in(here.key, 2)), down, x)
-        coin = Coin(key_data(coin_key), jnp.zeros((), jnp.int32))
         states = here._replace(key=compressor_key).start(wide_like(x))
-        return AdianaState(x, x, x, State(zeros_of(x), zeros_of(x)), coin, states, below)
+        return AdianaState(x, x, x, State(zeros_of(x), zeros_of(x)), Draw.first(coin_key), states, below)
 
     def update(here, gradient, state):
         y, z, w, (own, mean), coin, states, below = state
@@ -106,11 +99,10 @@ def adiana(
         new_y = move(x, g, eta, prox)
         combine = lambda z, x, y: beta * z + (1 - beta) * x + (gamma / eta) * (y - x)
         new_z = jax.tree.map(combine, z, x, new_y)
-        tossed = jax.random.bernoulli(jax.random.fold_in(wrap_key(coin.key), coin.count), q)
+        tossed = jax.random.bernoulli(coin.round_key(), q)
         new_w = jax.tree.map(lambda y, w: jnp.where(tossed, y, w), y, w)
         shift = State(second.add_to(own, alpha), step_in_place(mean, alpha, second.mean))
-        coin = coin._replace(count=coin.count + 1)
-        return new_y, AdianaState(new_y, new_z, new_w, shift, coin, second.states, below)
+        return new_y, AdianaState(new_y, new_z, new_w, shift, next_draw(coin), second.states, below)
 
     roles = dict.fromkeys("yzw", "iterate") | {
         "shift": "shift",

@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-from jaxcomp.base import Algorithm, Compressor, State, check_compressor
+from jaxcomp.base import Algorithm, Compressor, Spec, State, check_compressor
 from jaxcomp.factories import factory
 
-__all__ = ["direct"]
+__all__ = ["check_bounded", "direct"]
 
 
 class DirectState(NamedTuple):
@@ -37,12 +37,7 @@ def direct(compressor: Compressor) -> Algorithm:
     >>> jc.direct(jc.dithering(7)).roles
     {'compressor': 'compressor'}
     """
-    spec = check_compressor("direct", compressor)
-    if spec.omega is None and spec.alpha is None:
-        raise ValueError(
-            f"direct needs a compressor with a known error bound (omega or alpha); {spec.name} has none. "
-            f"{spec.remedy or ''}".rstrip()
-        )
+    check_bounded("direct", compressor)
 
     def init(here, like):
         return DirectState(here.start(like))
@@ -52,3 +47,14 @@ def direct(compressor: Compressor) -> Algorithm:
         return sent.direction, DirectState(sent.states)
 
     return Algorithm(init, update, {"compressor": "compressor"}, compressor)
+
+
+def check_bounded(name: str, compressor: Compressor) -> Spec:
+    """The spec of a compressor; ValueError unless its omega or its alpha is known."""
+    spec = check_compressor(name, compressor)
+    if spec.omega is None and spec.alpha is None:
+        raise ValueError(
+            f"{name} needs a compressor with a known error bound (omega or alpha); {spec.name} has none. "
+            f"{spec.remedy or ''}".rstrip()
+        )
+    return spec

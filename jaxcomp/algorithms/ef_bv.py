@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.algorithms.diana import after_shift, from_shift
+from jaxcomp.algorithms.direct import check_bounded
 from jaxcomp.algorithms.error_feedback import check_contracts
 from jaxcomp.algorithms.narrow import remembered_in
 from jaxcomp.arrays import bounded, wide_like, zeros_like
@@ -17,7 +18,6 @@ from jaxcomp.base import (
     Round,
     State,
     Sum,
-    check_compressor,
     for_worker,
     keys_of,
     omega_of,
@@ -147,9 +147,7 @@ def ef_bv(compressor: Compressor, *, shift_step: float | None = None, mean_step:
     >>> import jaxcomp as jc
     >>> algorithm = jc.methods.ef_bv(jc.dithering(7))
     """
-    spec = check_compressor("ef_bv", compressor)
-    if spec.omega is None and spec.alpha is None:
-        raise ValueError(f"ef_bv needs a compressor with omega or alpha known; {spec.name} has neither")
+    spec = check_bounded("ef_bv", compressor)
     for name, value in (("shift_step", shift_step), ("mean_step", mean_step)):
         if value is not None and not (is_number(value) and 0 < value <= 1):
             raise ValueError(f"ef_bv: {name} must be a Python number in (0, 1]; got {value!r}")

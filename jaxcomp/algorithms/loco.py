@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxcomp.algorithms.direct import check_bounded
 from jaxcomp.algorithms.narrow import remembered_in
 from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
-from jaxcomp.base import Algorithm, Compressor, State, check_compressor
+from jaxcomp.base import Algorithm, Compressor, State
 from jaxcomp.checks import is_whole
 from jaxcomp.factories import factory
 
@@ -49,12 +50,7 @@ def loco(compressor: Compressor, *, beta: float = 0.8, reset: int | None = 1024,
     >>> jc.loco(jc.block_scaled("int4"), memory="int8").roles["memory"]
     'narrow memory'
     """
-    spec = check_compressor("loco", compressor)
-    if spec.omega is None and spec.alpha is None:
-        raise ValueError(
-            f"loco needs a compressor with a known error bound (omega or alpha); {spec.name} has none. "
-            f"{spec.remedy or ''}".rstrip()
-        )
+    check_bounded("loco", compressor)
     if not 0 <= beta < 1:
         raise ValueError(f"loco: beta must be in [0, 1); got {beta}")
     if reset is not None and not (is_whole(reset) and reset < 2**31):

@@ -5,7 +5,7 @@ them is done to the whole stack at once.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,20 +15,17 @@ from jax import lax
 
 from jaxcomp.backend import form
 from jaxcomp.base import Sum
-from jaxcomp.checks import is_whole
 from jaxcomp.hashing import fmix32
 from jaxcomp.norms import room
 
 __all__ = [
     "as_matrices",
     "bases_of",
-    "check_low_rank",
     "factored",
     "factors",
     "limited",
     "matrix_shape",
     "product",
-    "ranks_of",
     "transposed_times",
 ]
 
@@ -61,32 +58,6 @@ def factored(shape: tuple[int, ...], rank: int, min_ratio: float) -> bool:
     """Whether two factors of a leaf have fewer entries than one in `min_ratio` of its own."""
     rows, columns = matrix_shape(shape)
     return min(rank, rows, columns) * (rows + columns) * min_ratio < rows * columns
-
-
-def ranks_of(name: str, rank: Any) -> tuple[tuple[int, int], ...]:
-    """A rank, or {first round: rank}, as pairs in the order of the rounds, the first of which begins at 0.
-
-    Raises:
-        ValueError: a rank below 1, no rank for round 0.
-    """
-    pairs = sorted(rank.items()) if isinstance(rank, Mapping) else [(0, rank)]
-    for start, value in pairs:
-        if not is_whole(value):
-            raise ValueError(f"{name}: rank must be an integer of at least 1; got {value}")
-        if not is_whole(start, 0):
-            raise ValueError(f"{name}: a schedule of ranks is {{round: rank}}, with rounds of at least 0; got {start}")
-    if not pairs or pairs[0][0] != 0:
-        raise ValueError(f"{name}: a schedule of ranks needs one for round 0; got {dict(pairs)}")
-    return tuple((int(start), int(value)) for start, value in pairs)
-
-
-def check_low_rank(name: str, min_ratio: float, start: int, dense_below: int) -> None:
-    """Raises ValueError for what is out of range."""
-    if not 0 < min_ratio < math.inf:
-        raise ValueError(f"{name}: min_ratio must be positive and finite; got {min_ratio}")
-    for what, value in (("start", start), ("dense_below", dense_below)):
-        if not is_whole(value, 0):
-            raise ValueError(f"{name}: {what} must be an integer of at least 0; got {value}")
 
 
 # ------------------------------------------------------------------------------------------------

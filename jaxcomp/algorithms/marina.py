@@ -3,13 +3,12 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from jaxcomp.algorithms.adiana import Coin
 from jaxcomp.algorithms.method import check_step_size, check_unbiased, move, zeros_of
-from jaxcomp.arrays import bounded, finite, key_data, wide_like, wrap_key
+from jaxcomp.arrays import bounded, finite, wide_like
 from jaxcomp.backend import step_in_place
 from jaxcomp.base import Algorithm, Compressor, Cond, State, Sum
+from jaxcomp.compressors.rand_k import Draw, next_draw
 from jaxcomp.factories import factory
 from jaxcomp.prox import Prox
 
@@ -24,7 +23,7 @@ class MarinaState(NamedTuple):
     x: Any
     direction: Any
     gradient: Any
-    coin: Coin
+    coin: Draw
     compressor: tuple[State, ...]
 
 
@@ -58,9 +57,8 @@ def marina(compressor: Compressor, step_size: float, full: float, *, prox: Prox 
 
     def init(here, x):
         compressor_key, coin_key = jax.random.split(here.key)
-        coin = Coin(key_data(coin_key), jnp.zeros((), jnp.int32))
         states = here._replace(key=compressor_key).start(wide_like(x))
-        return MarinaState(x, zeros_of(x), zeros_of(x), coin, states)
+        return MarinaState(x, zeros_of(x), zeros_of(x), Draw.first(coin_key), states)
 
     def update(here, gradient, state):
         coin = state.coin
@@ -76,9 +74,9 @@ def marina(compressor: Compressor, step_size: float, full: float, *, prox: Prox 
             sent = yield here.mean(change, inner)
             return step_in_place(state.direction, 1.0, sent.mean), sent.states
 
-        tossed = jax.random.bernoulli(jax.random.fold_in(wrap_key(coin.key), coin.count), full) | (coin.count == 0)
+        tossed = jax.random.bernoulli(coin.round_key(), full) | (coin.count == 0)
         direction, inner = yield Cond(tossed, everything, difference, (state.compressor,))
-        return x, MarinaState(x, direction, new, coin._replace(count=coin.count + 1), inner)
+        return x, MarinaState(x, direction, new, next_draw(coin), inner)
 
     roles = {
         "x": "iterate",

@@ -48,8 +48,7 @@ def onebit_directions(
     Entries whose v is zero had no gradient in the warm-up (rows of an embedding, say): they stay where they are, and
     nothing is remembered of them; m / eps would throw them far away.
     """
-    if compressor.spec.alpha is None:
-        check_contracts("onebit_adam", compressor)
+    check_contracts("onebit_adam", compressor)
 
     def init(here, like):
         zeros = zeros_like(wide_like(like))

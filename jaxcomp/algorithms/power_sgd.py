@@ -1,6 +1,8 @@
 """PowerSGD: gradients of matrices as products of two thin factors, which are summed on the way."""
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,18 +11,17 @@ import jax.numpy as jnp
 
 from jaxcomp.algorithms.low_rank import (
     as_matrices,
-    check_low_rank,
     factored,
     factors,
     limited,
     matrix_shape,
     product,
-    ranks_of,
 )
 from jaxcomp.algorithms.narrow import remembered_in
 from jaxcomp.arrays import bounded, decayed_sum, finite, key_data, wide, wide_like, wrap_key, zeros_like
 from jaxcomp.backend import accumulated, in_place
 from jaxcomp.base import Algorithm, Cond
+from jaxcomp.checks import is_whole
 from jaxcomp.factories import factory
 from jaxcomp.groups import Layout
 
@@ -102,8 +103,12 @@ def power_sgd(
     >>> print(bool(jnp.allclose(direction["w"], grads["w"], atol=1e-5)))
     True
     """
-    ranks = ranks_of("power_sgd", rank)
-    check_low_rank("power_sgd", min_ratio, start, dense_below)
+    ranks = _ranks(rank)
+    if not 0 < min_ratio < math.inf:
+        raise ValueError(f"power_sgd: min_ratio must be positive and finite; got {min_ratio}")
+    for what, value in (("start", start), ("dense_below", dense_below)):
+        if not is_whole(value, 0):
+            raise ValueError(f"power_sgd: {what} must be an integer of at least 0; got {value}")
     for what, value in (("error_feedback", error_feedback), ("warm_start", warm_start), ("batched", batched)):
         if not isinstance(value, bool):
             raise ValueError(f"power_sgd: {what} must be True or False; got {value!r}")
@@ -115,11 +120,10 @@ def power_sgd(
     schedule = [(0, 0), *schedule] if start else schedule  # rank 0: everything goes dense
 
     def init(here, like):
-        like, numbers = wide_like(like), range(len(like))
-        number = lambda i: sum(len(x.shape) > 2 for x in like[:i])  # among the stacks
-        key = lambda i: jax.random.fold_in(here.key, number(i))
-        q_of = (lambda i: _first(key(i), like[i], most)) if warm_start else (lambda i: key_data(key(i)))
-        q = tuple(q_of(i) if len(like[i].shape) > 2 else () for i in numbers)
+        like, numbers = wide_like(like), itertools.count()  # of the stacks
+        q_of = (lambda key, x: _first(key, x, most)) if warm_start else (lambda key, x: key_data(key))
+        key = lambda: jax.random.fold_in(here.key, next(numbers))
+        q = tuple(q_of(key(), x) if len(x.shape) > 2 else () for x in like)
         return PowerState(zeros_like(like) if error_feedback else (), q, jnp.zeros((), jnp.int32))
 
     def update(here, grads, state):
@@ -138,6 +142,21 @@ def power_sgd(
     layout = Layout("square") if batched else Layout("shape", int(dense_below))
     pieces = error_feedback and not batched
     return remembered_in(memory, Algorithm(init, update, roles, layout=layout, pieces=pieces))
+
+
+def _ranks(rank: int | Mapping[int, int]) -> list[tuple[int, int]]:
+    """A rank, or {first round: rank}, as pairs in the order of the rounds, the first of which begins at 0."""
+    pairs = sorted(rank.items()) if isinstance(rank, Mapping) else [(0, rank)]
+    for start, value in pairs:
+        if not is_whole(value):
+            raise ValueError(f"power_sgd: rank must be an integer of at least 1; got {value}")
+        if not is_whole(start, 0):
+            raise ValueError(
+                f"power_sgd: a schedule of ranks is {{round: rank}}, with rounds of at least 0; got {start}"
+            )
+    if not pairs or pairs[0][0] != 0:
+        raise ValueError(f"power_sgd: a schedule of ranks needs one for round 0; got {dict(pairs)}")
+    return [(int(start), int(value)) for start, value in pairs]
 
 
 def _alone(g: Array) -> Array:

@@ -69,8 +69,7 @@ def zero_one_updates(
     memory: str = "float32",
 ) -> Algorithm:
     """Updates of a worker's own parameters; `grads` is (gradients, parameters, step size). See `zero_one_adam`."""
-    if compressor.spec.alpha is None:
-        check_contracts("zero_one_adam", compressor)
+    check_contracts("zero_one_adam", compressor)
 
     def init(here, point):
         like = wide_like(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), point))

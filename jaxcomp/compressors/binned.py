@@ -87,8 +87,6 @@ def binned(bits: int = 2, *, refine: int = 4, blocks: int | None = None, block_s
     def compress(key, x, state):
         x = finite(x.astype(wide(x.dtype)))
         cut = layout(x.shape[0])
-        if not cut.count:
-            return Quantized(jnp.zeros((0,), jnp.float32), pack(jnp.zeros((0,), jnp.uint32), int(bits))), state.local
         lengths = np.asarray(cut.lengths, np.int32)[:, None]
         real = lax.broadcasted_iota(jnp.int32, (cut.count, cut.largest), 1) < lengths
         rows, sizes = rows_of(x, cut), jnp.asarray(lengths, x.dtype)
@@ -105,16 +103,13 @@ def binned(bits: int = 2, *, refine: int = 4, blocks: int | None = None, block_s
             edges = (means[:, 1:] + means[:, :-1]) / 2
             codes = jnp.sum(rows[:, :, None] > edges[:, None, :], axis=2, dtype=jnp.int32)
             means = _means(rows, codes, real, means)
-        norms = bounded(means * unit, jnp.float32)
-        return Quantized(norms.reshape(-1), pack(flat_of(codes, cut, x.shape[0]).astype(jnp.uint32), int(bits))), (
-            state.local
-        )
+        norms = bounded(means * unit, jnp.float32).reshape(-1)
+        words = pack(flat_of(codes, cut, x.shape[0]).astype(jnp.uint32), int(bits))
+        return Quantized(norms, words), state.local
 
     def decompress(payload, shared, like):
         cut = layout(like.size)
         check_like("binned", payload.words.shape, (int(bits), -(-like.size // 32)))
-        if not cut.count:
-            return jnp.zeros(like.shape, like.dtype)
         means = payload.norms.astype(jnp.float32).reshape(cut.count, count)
         codes = rows_of(unpack(payload.words, like.size), cut)
         values = means[:, :1]

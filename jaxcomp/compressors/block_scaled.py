@@ -157,7 +157,7 @@ def block_scaled(
     kind = kind.removesuffix("-nearest") if stochastic else kind
     rule = SCALES[scale or kind]
     sound = "e8m0" if rule.power else "e4m3"
-    if rule.saturates and (stochastic or isinstance(elements, Integer)):
+    if rule.saturates and (stochastic or elements.lopsided):
         what = "stochastic rounding is biased" if stochastic else "integers have no exponent"
         raise ValueError(f'block_scaled: with scale="{rule.name}" elements saturate, and {what}; take "{sound}"')
     name = f"block_scaled({format}" + (f", block={size}" if size != default else "")
@@ -189,7 +189,7 @@ def _compressor(elements: Elements, rule: Scale, layout: Any, stochastic: bool, 
 
     def compress(key, x, state):
         x, cut = x.astype(wide(x.dtype)), layout(x.shape[0])
-        ends_of = _largest_by_bits if rule.power else _ends_of(isinstance(elements, Integer))
+        ends_of = _largest_by_bits if rule.power else _ends_of(elements.lopsided)
         made = rule.of(cut.each(ends_of, x), elements, stochastic)
         made = better_of(x, cut, made) if rule.best else made
         words = code_words(code, elements.bits, cut, x, [made.scale], key if stochastic else None)
@@ -208,7 +208,7 @@ def _compressor(elements: Elements, rule: Scale, layout: Any, stochastic: bool, 
         each, words, cut = scales(payload, 0, like.size)
         same = like.dtype == jnp.float32  # comparisons would take what is subnormal for zero
         decode = value if same else lambda *args: bounded(value(*args), like.dtype)
-        return worth(decode, words, cut, each, like.size)
+        return worth(decode, words, cut, each)
 
     def accumulate(total, payloads, weights, shared):
         each, words, cut = scales(payloads, 1, total.size)
@@ -295,7 +295,7 @@ def _ends_on_cpu(rows: Array) -> tuple[Array, Array]:
 def _alpha(elements: Elements, rule: Scale, m: int, d: int) -> float:
     near, saturation = rule.reach(elements, False)
     t = elements.smallest / 2
-    u = max(elements.unit, t / near, saturation)
+    u = max(elements.unit if isinstance(elements, Float) else 0.0, t / near, saturation)
     r = (t / near) ** 2
     error = (u**2 + (m - 1) * r) / (1 + (m - 1) * r)
     return 1 - error - d * (t * rule.least_share(elements, False)) ** 2

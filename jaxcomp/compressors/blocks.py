@@ -32,6 +32,7 @@ class BlockSizes:
         else:
             count = max(1, min(blocks or 1, d))
             self.rows, self.length = count - 1, d // count
+        self.size = d
         self.tail = d - self.rows * self.length
         self.lengths = [self.length] * self.rows + [self.tail] * int(self.tail > 0)
         self.count = len(self.lengths)
@@ -52,22 +53,22 @@ class BlockSizes:
             return jnp.zeros((0,), x.dtype)
         return self.each(lambda rows: block_norms(rows, order), x)
 
-    @property
-    def in_words(self) -> bool:
-        """Whether 32 entries, from a multiple of 32 on, are always of one block."""
-        return self.count <= 1 or (self.length % 32 == 0 and self.tail in (0, self.length))
+    def places(self, width: int) -> Places | Lanes | None:
+        """Places of codes of so many bits in the order of their words; None where 32 entries are not always of one
+        block, or there are no such places."""
+        in_words = self.count <= 1 or (self.length % 32 == 0 and self.tail in (0, self.length))
+        return places_of(self.size, width) if in_words else None
 
     def spread_to_words(self, each: Array) -> Array:
-        """A number per block, repeated over 32 entries at a time; [count] -> [d / 32] or [1]."""
-        return each if self.count <= 1 else jnp.repeat(each, self.length // 32)
+        """A number per block, repeated over 32 entries at a time; [count] -> [d / 32] or [1]. One per entry stays."""
+        return each if self.count <= 1 or each.shape[0] == self.size else jnp.repeat(each, self.length // 32)
 
     def spread(self, each: Array) -> Array:
-        """A number per block, repeated over the entries of its block; [count] -> [d] or [1]."""
-        if self.count <= 1:
+        """A number per block, repeated over the entries of its block; [count] -> [d] or [1]. One per entry stays."""
+        if self.count <= 1 or each.shape[0] == self.size:
             return each
         if self.tail <= self.length:  # fuses with what follows, where a concatenation would be an array of its own
-            size = self.rows * self.length + self.tail
-            return to_short_rows(each, self.length)[:size]
+            return to_short_rows(each, self.length)[: self.size]
         body = to_short_rows(each[: self.rows], self.length)
         return jnp.concatenate([body, jnp.broadcast_to(each[self.rows :], (self.tail,))]) if self.tail else body
 
@@ -75,15 +76,9 @@ class BlockSizes:
 def block_sizes(
     name: str, blocks: int | None, block_size: int | None, default: int | None
 ) -> Callable[[int], BlockSizes]:
-    """Checks a number of blocks or a size of blocks: d -> how a vector of d entries is cut.
+    """How a vector of d entries is cut, d -> `BlockSizes`; ValueError if both are given, or one is no integer above 0.
 
-    Args:
-        name: of the factory, for errors.
-        blocks, block_size: see `BlockSizes`.
-        default: block_size where neither is given.
-
-    Raises:
-        ValueError: both are given, or one is not an integer of at least 1.
+    default: block_size where neither is given.
     """
     for what, value in (("blocks", blocks), ("block_size", block_size)):
         if value is not None and not is_integer(value):
@@ -100,10 +95,6 @@ def block_sizes(
 # for all entries.
 
 
-def _places(cut: BlockSizes, size: int, width: int) -> Places | Lanes | None:
-    return places_of(size, width) if cut.in_words else None
-
-
 def code_words(
     code: Callable[..., Array], width: int, cut: BlockSizes, x: Array, each: list[Array], key: Array | None = None
 ) -> Array:
@@ -112,7 +103,7 @@ def code_words(
     x: [d];  each: numbers of blocks.
     key: code(x, *each, noise) with noise of each entry, uniform in (0, 1).
     """
-    size, places = x.shape[0], _places(cut, x.shape[0], width)
+    size, places = x.shape[0], cut.places(width)
     noise = lambda words: [] if key is None else [random_uniform(words, size).astype(x.dtype)]
     if places is None:
         return pack(code(x, *map(cut.spread, each), *noise(key)), width)
@@ -124,11 +115,11 @@ def code_words(
     return computed_once(words_of, words, x, *map(places.of_blocks(cut), each)).reshape(width, -1)
 
 
-def worth(value: Callable[[Array, Array], Array], words: Array, cut: BlockSizes, each: Array, size: int) -> Array:
+def worth(value: Callable[[Array, Array], Array], words: Array, cut: BlockSizes, each: Array) -> Array:
     """value(code, number of its block) of all entries, [d], from words [w, G]."""
-    places = _places(cut, size, words.shape[0])
+    places = cut.places(words.shape[0])
     if places is None:
-        return value(unpack(words, size), cut.spread(each))
+        return value(unpack(words, cut.size), cut.spread(each))
     decode = lambda words, each: value(places.unpack(words), places.spread(each))
     return computed_once(decode, words, places.of_blocks(cut)(each)).reshape(-1)
 
@@ -142,7 +133,7 @@ def add_worth(
     weights: Array | None,
 ) -> Array:
     """total [d] + sum_j weights_j worth_j, of words [n, w, G] and numbers of blocks [n, count] (`base.accumulate`)."""
-    places = _places(cut, total.size, words.shape[1])
+    places = cut.places(words.shape[1])
     shape = (total.size,) if places is None else places.whole
 
     def add(total, message):

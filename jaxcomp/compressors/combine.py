@@ -11,6 +11,7 @@ from jaxcomp.arrays import like_of, size_of, wide
 from jaxcomp.backend import fold, form
 from jaxcomp.base import Compressor, Spec, State, accumulate, advance, check_compressor, entries, for_worker, left
 from jaxcomp.compressors.dense import cast
+from jaxcomp.compressors.roundtrip import payload_like
 from jaxcomp.factories import factory
 from jaxcomp.groups import DEFAULT, Layout
 from jaxcomp.payloads import LocalIndices, Sparse, global_indices, local_indices
@@ -111,15 +112,8 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
     if first.lifted or second.lifted:
         raise ValueError("compose joins compressors of one array; lift the result: per_leaf(compose(...)) or flat(...)")
 
-    omega = alpha = None
     num_values = lambda d: _values_like(outer, second.name, jax.ShapeDtypeStruct((d,), jnp.float32)).size
-    if first.omega is not None and second.omega is not None:
-        omega = _omega_of_both(first.omega, second.omega, num_values)
-    if first.selects and first.alpha is not None:
-        if second.alpha is not None:
-            alpha = _alpha_of_both(first.alpha, second.alpha, num_values)
-        elif second.omega is not None:
-            alpha = _alpha_of_both(first.alpha, _one_minus(second.omega), num_values)
+    omega, alpha = _bounds(first, second, num_values)
     name = f"compose({first.name}, {second.name})"
     spec = Spec(name, omega, alpha, first.linear and second.linear, weights=first.weights)
     own = first.layout or DEFAULT
@@ -127,15 +121,29 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
     return _composed(outer, inner, spec)
 
 
+def _bounds(first: Spec, second: Spec, num_values: Callable[[int], int]) -> tuple[Any, Any]:
+    """omega and alpha of a composition, or None."""
+    omega = None
+    outer, inner = first.omega, second.omega
+    if outer is not None and inner is not None:
+        omega = lambda d: (1 + outer(d)) * (1 + inner(num_values(d))) - 1
+    share, kept = first.alpha, second.alpha
+    if kept is None and inner is not None:
+        kept = lambda k: 1 - inner(k)
+    if not first.selects or share is None or kept is None:
+        return omega, None
+
+    def alpha(d):
+        """E|C(x) - x|^2 is at most (1 - f a) |x|^2, for a share f of |x|^2 in the values, from `share` to 1."""
+        of_values = kept(num_values(d))
+        return of_values * (share(d) if of_values > 0 else 1)
+
+    return omega, alpha
+
+
 def _values_like(outer: Compressor, inner: str, like: Any) -> jax.ShapeDtypeStruct:
     """Shape of the values that `outer` selects; ValueError where it sends none, with the name of `inner`."""
-
-    def payload_of(shared_key, key):
-        x = jnp.zeros(like.shape, like.dtype)
-        state = outer.init(shared_key, like)
-        return outer.compress(key, x, State(state.local, for_worker(outer, state.shared, 0)))[0]
-
-    payload = jax.eval_shape(payload_of, jax.random.key(0), jax.random.key(1))
+    payload = payload_like(outer, like)
     if not isinstance(getattr(payload, "values", None), jax.ShapeDtypeStruct):
         raise ValueError(
             f"compose: {outer.spec.name} sends {type(payload).__name__}, which has no array of values for "
@@ -209,27 +217,6 @@ def _composed(outer: Compressor, inner: Compressor, spec: Spec) -> Compressor:
         for_worker=None if outer.for_worker is None and inner.for_worker is None else pick,
         overflow=None if outer.overflow is None and inner.overflow is None else left_by_both,
     )
-
-
-Bound = Callable[[Any], float]
-
-
-def _omega_of_both(first: Bound, second: Bound, num_values: Callable[[int], int]) -> Bound:
-    return lambda d: (1 + first(d)) * (1 + second(num_values(d))) - 1
-
-
-def _alpha_of_both(first: Bound, second: Bound, num_values: Callable[[int], int]) -> Bound:
-    """E|C(x) - x|^2 is at most (1 - f a) |x|^2, for a share f of |x|^2 in the values, between the first alpha and 1."""
-
-    def alpha(d):
-        inner = second(num_values(d))
-        return inner * (first(d) if inner > 0 else 1)
-
-    return alpha
-
-
-def _one_minus(omega: Bound) -> Bound:
-    return lambda d: 1 - omega(d)
 
 
 @factory

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import bounded, finite, key_data, weighted, wide, wrap_key
+from jaxcomp.arrays import bounded, finite, weighted, wide, wrap_key
 from jaxcomp.backend import fold, form, zeros_if_shape
 from jaxcomp.base import Compressor, Spec, State, on_vectors, row_by_row
 from jaxcomp.checks import check_like, is_integer, is_whole
@@ -88,7 +88,7 @@ def count_sketch(ratio: float | None = None, *, rows: int = 1, columns: int | No
         return bounded(total + decoded(fold(add_one, zeros, (payloads, weights)), shared, total.shape[0], total.dtype))
 
     return on_vectors(
-        init=lambda shared_key, like: State(shared=Draw(key_data(shared_key), jnp.zeros((), jnp.int32))),
+        init=lambda shared_key, like: State(shared=Draw.first(shared_key)),
         compress=compress,
         decompress=decompress,
         accumulate=add,
@@ -120,9 +120,8 @@ def counters(key: Array, row: int, indices: Array, columns: int) -> tuple[Array,
     """h(i), i32[k], and whether s(i) is negative, bool[k], in one row.
 
     A block is c entries, one after the other. Its entry j counts at j + o, modulo c, where the offset o, uniform on
-    0 .. c - 1, is a hash of block and row. So two entries of different blocks share a counter with chance 1/c, as with
-    any hash, and those of one block never do; and what is added, and read, is runs of memory. The sign is a bit of a
-    hash of the entry.
+    0 .. c - 1, is a hash of block and row: what is added, and read, is runs of memory. The sign is a bit of a hash of
+    the entry.
     """
     return _counters(_words(key), row, indices.astype(U32), columns)
 

@@ -253,22 +253,17 @@ def set_amounts(state: Any, amounts: Any) -> Any:
     >>> print(set_amounts(state, [0.5, 0.125]).shared.each)
     [0.5   0.125]
     """
-    is_amounts = lambda node: isinstance(node, Amounts)
-    found = [node for node in jax.tree.leaves(state, is_leaf=is_amounts) if is_amounts(node)]
+    nodes, structure = jax.tree.flatten(state, is_leaf=lambda node: isinstance(node, Amounts))
+    found = [i for i, node in enumerate(nodes) if isinstance(node, Amounts)]
     if not found:
         raise ValueError("set_amounts: there is no dagc in this state")
     if not isinstance(amounts, (list, tuple)) or not amounts or np.ndim(amounts[0]) == 0:
         amounts = [amounts] * len(found)
     if len(amounts) != len(found):
         raise ValueError(f"set_amounts: {len(amounts)} lists of amounts for {len(found)} compressed arrays")
-    new = iter([jnp.asarray(a, jnp.float32) for a in amounts])
-
-    def replace(node):
-        if not is_amounts(node):
-            return node
-        each = next(new)
-        if each.shape != node.each.shape[-1:]:
-            raise ValueError(f"set_amounts: expected {node.each.shape[-1]} amounts; got shape {each.shape}")
-        return node._replace(each=jnp.broadcast_to(each, node.each.shape))
-
-    return jax.tree.map(replace, state, is_leaf=is_amounts)
+    for i, new in zip(found, amounts, strict=True):
+        each, old = jnp.asarray(new, jnp.float32), nodes[i].each
+        if each.shape != old.shape[-1:]:
+            raise ValueError(f"set_amounts: expected {old.shape[-1]} amounts; got shape {each.shape}")
+        nodes[i] = nodes[i]._replace(each=jnp.broadcast_to(each, old.shape))
+    return structure.unflatten(nodes)

@@ -1,11 +1,8 @@
 """DRIVE and EDEN: each entry of the rotated vector to the nearest centroid of the normal law, one scale for a block.
 
-    y = R x,   C(x) = S R^T c(y / sigma),   sigma^2 = |y|^2 / B in each block
-
-with the Lloyd-Max centroids c of 2^b levels, in float16. The scale is
-
-    "unbiased"       S = |y|^2 / <c, y>, with which <C(x), x> = |x|^2. Over uniformly random rotations E C(x) = x.
-    "least_squares"  S = <c, y> / |c|^2, with which |C(x) - x| is least.
+In the symbols of `eden`: the centroids c are those of Lloyd and Max for 2^b levels, in float16. The "unbiased" scale S
+has <C(x), x> = |x|^2, so that E C(x) = x over uniformly random rotations; with that of "least_squares" |C(x) - x| is
+least.
 
 **What is proved of Hadamard rotations.** Not E C(x) = x: of x = (1, 1/2, 0, ...) one bit keeps the direction of the
 first entry alone, whatever the signs. So omega is not known. With least squares |C(x) - x|^2 <= |y - sigma c|^2, and

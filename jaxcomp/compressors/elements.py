@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxcomp.compressors.quantize import unzigzag, zigzag
 
-__all__ = ["E2M1", "E2M3", "E3M2", "E4M3", "E5M2", "INT8", "Elements", "FixedPoint", "Float", "Integer"]
+__all__ = ["E2M1", "E2M3", "E3M2", "E4M3", "E5M2", "INT8", "Elements", "Float", "Integer"]
 
 Array = jax.Array
 U32 = jnp.uint32
@@ -26,6 +26,7 @@ class Float(NamedTuple):
     mantissa: int
     least: int
     top: int
+    lopsided = False  # magnitudes are the same for both signs
 
     @property
     def largest(self) -> float:
@@ -46,6 +47,10 @@ class Float(NamedTuple):
     def variance(self) -> float:
         """Largest relative variance of stochastic rounding among normal numbers."""
         return 4.0**-self.mantissa / (4 * (1 + 2.0**-self.mantissa))
+
+    def ends(self, stochastic: bool) -> tuple[float, float]:
+        """The largest magnitudes that do not saturate, on either side."""
+        return self.largest, self.largest
 
     def encode(self, y: Array, noise: Array | None) -> Array:
         """Codes u32[d] of numbers f32[d]; to nearest, ties to even, or at random with noise f32[d] in (0, 1)."""
@@ -71,25 +76,15 @@ class Float(NamedTuple):
 
 
 class Integer(NamedTuple):
-    """bits: b;  values -(2^(b-1) - 1) .. 2^(b-1)."""
+    """bits: b;  smallest: the step s;  values k s, -(2^(b-1) - 1) <= k <= 2^(b-1);  lopsided: if not, |k| < 2^(b-1)."""
 
     bits: int
+    smallest: float = 1.0
+    lopsided: bool = True
 
     @property
     def largest(self) -> float:
-        return 2.0 ** (self.bits - 1)
-
-    @property
-    def smallest(self) -> float:
-        return 1.0
-
-    @property
-    def unit(self) -> float:
-        return 0.0
-
-    @property
-    def variance(self) -> float:
-        return 0.0
+        return self.smallest * (2 ** (self.bits - 1) - (not self.lopsided))
 
     @property
     def mantissa(self) -> int:
@@ -99,64 +94,30 @@ class Integer(NamedTuple):
     def ends(self, stochastic: bool) -> tuple[float, float]:
         """The largest magnitudes that do not saturate, on the longer side and on the shorter one.
 
-        What is half a step beyond the last value is rounded to it with no more error than any other entry.
+        To nearest, what is half a step beyond the last value is rounded to it with no more error than any other entry.
+        Only where sides differ is a scale made for that.
         """
+        if not self.lopsided:
+            return self.largest, self.largest
         half = 0.0 if stochastic else 0.5
         return self.largest + half, self.largest - 1 + half
 
     def encode(self, y: Array, noise: Array | None) -> Array:
         """Codes u32[d] of numbers f32[d] (see `Float.encode`)."""
-        level = jnp.round(y) if noise is None else jnp.floor(y + noise)
-        return zigzag(jnp.clip(level, 1 - self.largest, self.largest).astype(jnp.int32))
-
-    def decode(self, codes: Array) -> Array:
-        """f32[d]."""
-        return unzigzag(codes).astype(jnp.float32)
-
-
-class FixedPoint(NamedTuple):
-    """bits: b, with the sign and one before the point;  values k 2^-(b-2), |k| < 2^(b-1)."""
-
-    bits: int
-
-    @property
-    def mantissa(self) -> int:
-        """Bits of a value after the first."""
-        return self.bits - 2
-
-    @property
-    def largest(self) -> float:
-        return 2.0 - self.smallest
-
-    @property
-    def smallest(self) -> float:
-        return 2.0**-self.mantissa
-
-    @property
-    def unit(self) -> float:
-        return 0.0
-
-    @property
-    def variance(self) -> float:
-        return 0.0
-
-    def encode(self, y: Array, noise: Array | None) -> Array:
-        """Codes u32[d] of numbers f32[d] (see `Float.encode`)."""
-        most = 2**self.mantissa * self.largest
-        k = y * jnp.float32(2**self.mantissa)
+        k = y * jnp.float32(1 / self.smallest)
         k = jnp.round(k) if noise is None else jnp.floor(k + noise)
-        return zigzag(jnp.clip(k, -most, most).astype(jnp.int32))
+        return zigzag(jnp.clip(k, 1 - 2 ** (self.bits - 1), self.largest / self.smallest).astype(jnp.int32))
 
     def decode(self, codes: Array) -> Array:
         """f32[d]."""
         return unzigzag(codes).astype(jnp.float32) * jnp.float32(self.smallest)
 
 
-Elements = Float | Integer | FixedPoint
+Elements = Float | Integer
 
 E2M1 = Float(4, 1, 0, 0x7)
 E2M3 = Float(6, 3, 0, 0x1F)
 E3M2 = Float(6, 2, -2, 0x1F)
 E4M3 = Float(8, 3, -6, 0x7E)
 E5M2 = Float(8, 2, -14, 0x7B)
-INT8 = FixedPoint(8)
+INT8 = Integer(8, 2.0**-6, lopsided=False)

@@ -169,13 +169,8 @@ def _matrix(size: int, dtype: Any) -> Array:
     return (1 - 2 * odd) * jnp.asarray(1 / math.sqrt(size), dtype)
 
 
-def _times_in_f32(x: Array, size: int) -> Array:
-    """x H / sqrt(size)."""
-    return jnp.matmul(x, _matrix(size, x.dtype), precision=lax.Precision.HIGHEST)
-
-
 def _times(x: Array, size: int) -> Array:
-    """The same, on units that take 16 bits."""
+    """x H / sqrt(size)."""
     return _along("...f,fg->...g", x, size)
 
 
@@ -189,8 +184,9 @@ def _along(how: str, x: Array, size: int) -> Array:
 
 
 def _fits(x: Array) -> bool:
-    """Whether products in 16 bits are exact for these numbers, and pay."""
-    return x.dtype in (jnp.float16, jnp.float32) and x.size >= MANY
+    """Whether products in 16 bits are exact for these numbers, and pay; on a CPU they do not."""
+    pay = form(lambda: x.size >= MANY, on_cpu=lambda: False)()
+    return pay and x.dtype in (jnp.float16, jnp.float32)
 
 
 def _exactly(x: Array) -> Any:
@@ -204,9 +200,9 @@ def _exactly(x: Array) -> Any:
 def _forward(rows: Array) -> Array:
     """[m, B] -> [m, B]: the product with all factors."""
     count, block = rows.shape
-    factors, times = _factors(block), form(_times, on_cpu=_times_in_f32)
+    factors = _factors(block)
     for place, f in enumerate(reversed(factors)):
-        rows = times(rows.reshape(count, block // f, f), f)
+        rows = _times(rows.reshape(count, block // f, f), f)
         rows = rows.swapaxes(1, 2) if place < len(factors) - 1 else rows
     return rows.reshape(count, block)
 
@@ -214,10 +210,9 @@ def _forward(rows: Array) -> Array:
 def _backward(rows: Array) -> Array:
     """Inverse of `_forward`."""
     count, block = rows.shape
-    times = form(_times, on_cpu=_times_in_f32)
     for place, f in enumerate(_factors(block)):
         rows = rows if place == 0 else rows.reshape(count, f, block // f).swapaxes(1, 2)
-        rows = times(rows.reshape(count, block // f, f), f)
+        rows = _times(rows.reshape(count, block // f, f), f)
     return rows.reshape(count, block)
 
 

@@ -20,8 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.hashing import fmix32, multiply_high
+from jaxcomp.packing import pack, unpack, width_for
+from jaxcomp.payloads import Sketch
 
-__all__ = ["Shape", "insert", "list_of", "places", "query"]
+__all__ = ["Shape", "by_list", "insert", "list_of", "list_sizes", "pack_table", "places", "query", "table_of"]
 
 Array = jax.Array
 I32, U32 = jnp.int32, jnp.uint32
@@ -82,3 +84,26 @@ def insert(where: Array, ranks: Array, size: int, empty: int) -> Array:
 def query(table: Array, where: Array) -> Array:
     """The largest of each key's cells: i32[k]."""
     return jnp.max(table.at[where].get(mode="fill", fill_value=0), axis=0)
+
+
+def list_sizes(lists: Array, r: int) -> Array:
+    """Entries of each of r lists: i32[r]; r itself counts nowhere."""
+    return jnp.zeros((r,), I32).at[lists].add(1, mode="drop")
+
+
+def by_list(lists: Array, *arrays: Array) -> tuple[Array, ...]:
+    """Entries list after list, in their order within each."""
+    lists, order = lax.sort((lists, lax.iota(I32, lists.shape[0])), num_keys=1, is_stable=True)
+    return lists, *(a[order] for a in arrays)
+
+
+def pack_table(table: Array, symbols: int, counts: Array, shape: Shape) -> Array:
+    """The cells of the sketches, in as many bits as so many symbols need; what no sketch uses is zero."""
+    used = shape.rows * jnp.sum(shape.widths(counts), dtype=I32)
+    used_cells = jnp.where(lax.iota(I32, table.shape[0]) < used, table, 0)
+    return pack(used_cells.astype(jnp.uint32), width_for(symbols))
+
+
+def table_of(payload: Sketch, shape: Shape) -> Array:
+    """The inverse of `pack_table`: i32[cells]."""
+    return unpack(payload.cells, shape.size(payload.keys.shape[0], payload.counts.shape[0])).astype(I32)

@@ -48,26 +48,22 @@ def refresh(state: Any, smoothness: Operator, plan: Any = None) -> Any:
     >>> print(refresh(state, jc.smoothness.diagonal_of([1.0, 4.0])).shared.operator.diag)
     [1. 4.]
     """
-    found = 0
 
     def cast(new, old):
         if np.shape(new) != np.shape(old):
             raise ValueError(f"refresh: operator of shape {np.shape(new)} in place of {np.shape(old)}")
         return jnp.asarray(new, old.dtype)
 
-    def one(node):
-        nonlocal found
-        if not isinstance(node, Preconditioned):
-            return node
-        found += 1
+    def refreshed(node):
         _check_range("refresh", smoothness, jax.tree.leaves(node.operator)[0].dtype)
         inner = node.compressor if plan is None else jax.tree.map(cast, plan, node.compressor)
         return Preconditioned(jax.tree.map(cast, smoothness, node.operator), inner)
 
-    state = jax.tree.map(one, state, is_leaf=lambda node: isinstance(node, Preconditioned))
-    if not found:
+    is_old = lambda node: isinstance(node, Preconditioned)
+    nodes, structure = jax.tree.flatten(state, is_leaf=is_old)
+    if not any(map(is_old, nodes)):
         raise ValueError("refresh: there is no preconditioned compressor in this state")
-    return state
+    return structure.unflatten([refreshed(node) if is_old(node) else node for node in nodes])
 
 
 @factory
@@ -111,12 +107,7 @@ def precondition(compressor: Compressor, smoothness: Operator, *, dtype: Any = N
         raise ValueError(f"precondition needs an unbiased compressor (omega known); {spec.name} is not one")
     if not hasattr(smoothness, "inv_root"):
         raise ValueError(f"precondition: smoothness must be an operator; got {type(smoothness).__name__}")
-    return _preconditioned(compressor, smoothness, dtype)
-
-
-def _preconditioned(compressor: Compressor, smoothness: Operator, dtype: Any) -> Compressor:
-    spec, stacked = compressor.spec, is_stacked(smoothness)
-    size = np.shape(smoothness.diag)[-1]
+    stacked, size = is_stacked(smoothness), np.shape(smoothness.diag)[-1]
 
     def inner(like: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((size,), like.dtype if dtype is None else jnp.dtype(dtype))

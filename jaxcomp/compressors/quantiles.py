@@ -17,7 +17,7 @@ from jax import lax
 from jaxcomp.arrays import exponent_of, power_of_two
 from jaxcomp.backend import form, running
 
-__all__ = ["Splits", "bucket_of", "means", "of_product", "signed_splits", "sort_floats"]
+__all__ = ["Splits", "bucket_of", "in_order", "means", "of_product", "signed_splits", "sort_floats"]
 
 Array = jax.Array
 I32 = jnp.int32
@@ -34,7 +34,7 @@ class Splits(NamedTuple):
     number: Array
 
 
-def of_product(n: Array, i: Array | int, q: int) -> Array:
+def of_product(n: Array, i: Array | int, q: Array | int) -> Array:
     """floor(n i / q) in 32 bits, for q^2 < 2^31 and i <= q.
 
     >>> print(of_product(jnp.int32(2**31 - 1), 3, 4))
@@ -50,6 +50,12 @@ def sort_floats(x: Array) -> Array:
     # Below zero, larger magnitudes come first: their bits but for the sign are turned over.
     turn = lambda bits: jnp.where(bits < 0, bits ^ jnp.iinfo(integer).max, bits)
     return lax.bitcast_convert_type(turn(jnp.sort(turn(bits), stable=False)), x.dtype)
+
+
+def in_order(values: Array, n: Array) -> Array:
+    """The first n values in ascending order, then infinities."""
+    real = lax.iota(I32, values.shape[0]) < n
+    return sort_floats(jnp.where(real, values, jnp.asarray(jnp.inf, values.dtype)))
 
 
 def signed_splits(ordered: Array, n: Array, buckets: int, groups: int, power: float = 0.0) -> Splits:
@@ -74,7 +80,8 @@ def signed_splits(ordered: Array, n: Array, buckets: int, groups: int, power: fl
         negative = jnp.sum(jnp.minimum(of_product(n, middles, 2 * groups), k - 1) < below, dtype=I32)
 
         def place_of(zero):
-            return jnp.where(j < zero, _share(below, j, zero), below + _share(n - below, j - zero, buckets - zero))
+            share = lambda number, i, q: of_product(number, i, jnp.maximum(q, 1))
+            return jnp.where(j < zero, share(below, j, zero), below + share(n - below, j - zero, buckets - zero))
 
     else:
         weights = _weights(jnp.where(real, ordered, jnp.zeros((), ordered.dtype)), power)
@@ -105,12 +112,6 @@ def _weights(values: Array, power: float) -> Array:
     """|v|^power, in units in which the largest is about 1."""
     exponent = jnp.clip(exponent_of(jnp.max(jnp.abs(values), initial=0)), -126, 126)
     return (jnp.abs(values) * power_of_two(-exponent, values.dtype)) ** power
-
-
-def _share(n: Array, i: Array, q: Array) -> Array:
-    """floor(n i / q) for a traced q; 0 for q = 0."""
-    q = jnp.maximum(q, 1)
-    return (n // q) * i + (n % q) * i // q
 
 
 def bucket_of(values: Array, splits: Splits) -> Array:

@@ -10,22 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.arrays import bounded, finite, key_data, one_row, reshaped, rounded_to, row_of, weighted, wide
+from jaxcomp.arrays import bounded, finite, key_data, one_row, rounded_to, row_of, wide
 from jaxcomp.backend import add_each, computed_once
 from jaxcomp.base import MOST, Compressor, Spec, State, on_vectors
 from jaxcomp.checks import check_like, contraction, is_whole
-from jaxcomp.compressors.blocks import BLOCK_SIZE, BlockSizes, added, block_sizes
+from jaxcomp.compressors.blocks import BLOCK_SIZE, BlockSizes, add_worth, block_sizes, worth
 from jaxcomp.factories import factory
 from jaxcomp.groups import ALONE, FIXED, Layout
 from jaxcomp.hashing import as_uniform, random_uniform
-from jaxcomp.packing import Lanes, Places, pack, places_of, unpack, width_for
+from jaxcomp.packing import Lanes, Places, pack, width_for
 from jaxcomp.payloads import Quantized
 
 __all__ = ["dithering", "unzigzag", "zigzag"]
 
 Array = jax.Array
 MOST_LEVELS = 2**15
-FEW = 127  # levels that `_few_codes` rounds
+FEW = 127  # levels that `_few_words` rounds
 LARGEST = np.finfo(np.float32).max  # of norms and units, which are f32
 
 
@@ -154,17 +154,17 @@ class Steps(NamedTuple):
         e = math.sqrt(squares) * (1 + 2.0 ** (self.width - 24)) * (1 + short * 2.0**-7)
         return e - 1 if e >= 2 else e**2 / 4
 
-    def unit(self, shared: Any, cut: BlockSizes, norms: Array, spread: Callable[[Array], Array]) -> Array:
-        """The value of one level, norm * h, for each entry: f32[d] or f32[1], or as `spread` has it.
+    def unit(self, shared: Any, cut: BlockSizes, norms: Array) -> Array:
+        """The value of one level, norm * h: f32[count] of each block, or f32[d] of each entry where steps are.
 
         Rounded up to few enough bits that level * unit is exact: then no compiler can change the
         sum of decoded messages by contracting product and addition into one rounding. Bounded so that it is finite.
         """
         if self.varying:
             h = one_row("dithering", shared).astype(jnp.float32)
-            each = cut.spread(norms) * (cut.spread(h) if h.shape[0] == cut.count else h)
+            each = (norms if h.shape[0] == cut.count else cut.spread(norms)) * h
         else:
-            each = spread(norms) * jnp.float32(self.sizes[0, 0])
+            each = norms * jnp.float32(self.sizes[0, 0])
         spare = jnp.uint32((1 << (self.width - 1)) - 1)
         bits = (lax.bitcast_convert_type(each, jnp.uint32) + spare) & ~spare
         most = jnp.float32(LARGEST / 2 ** (self.width - 1))  # of which no code is worth more than the largest number
@@ -206,15 +206,10 @@ def _codes(x: Array, inverses: tuple[Array, Array], noise: Array, most: int) -> 
     return jnp.maximum(2 * level - 1 + (x < 0).astype(jnp.int32), 0).astype(jnp.uint32)
 
 
-def _codes_of_halves(x: Array, inverses: tuple[Array, Array], half: Array, most: int) -> Array:
-    """The same with noise (half + 1/2) 2^-16."""
-    return _codes(x, inverses, as_uniform(half), most)
-
-
 def _words(places: Places | Lanes, most: int, x: Array, inverses: tuple[Array, ...], key: Array) -> Array:
     """`places.pack` of the codes of all entries."""
     each = zip(places.slices(x), zip(*map(places.slices, inverses), strict=True), places.halves(key), strict=True)
-    return places.pack([_codes_of_halves(*three, most) for three in each])
+    return places.pack([_codes(x, inverses, as_uniform(half), most) for x, inverses, half in each])
 
 
 def _few_words(places: Places | Lanes, most: int, x: Array, inverses: tuple[Array], key: Array) -> Array:
@@ -275,22 +270,18 @@ def _dithering(
             )
         return State(shared=jnp.asarray(sizes, jnp.float32))
 
-    def places_for(d: int, cut: BlockSizes) -> Places | Lanes | None:
-        """Places of entries that are processed in the order of their words; None: entry by entry."""
-        return places_of(d, width) if cut.in_words else None
-
     def compress(key, x, state):
         x = x.astype(wide(x.dtype))
         cut = layout(x.shape[0])
         norms = bounded(cut.norms(x, order), jnp.float32)
         norms = up_to_bfloat16(norms) if short else norms
         short_norms = rounded_to(norms, jnp.bfloat16) if short else norms
-        places = places_for(x.shape[0], cut)
-        if places is None:
-            unit = steps.unit(state.shared, cut, norms, cut.spread).astype(x.dtype)
-            codes = _codes(x, _inverses(unit), random_uniform(key, x.shape[0]), most)
+        units = steps.unit(state.shared, cut, norms).astype(x.dtype)
+        places = cut.places(width)
+        if places is None:  # entry by entry
+            codes = _codes(x, _inverses(cut.spread(units)), random_uniform(key, x.shape[0]), most)
             return Quantized(short_norms, pack(codes, width)), state.local
-        units = steps.unit(state.shared, cut, norms, places.of_blocks(cut)).astype(x.dtype)
+        units = places.of_blocks(cut)(units)
         few = x.dtype == jnp.float32 and most <= FEW and np.max(sizes) <= 0.25  # then 1 / unit is a normal number
         inverses = (_inverse(units),) if few else _inverses(units)
         words_of = functools.partial(_few_words if few else _words, places, most)
@@ -300,31 +291,19 @@ def _dithering(
     def decompress(payload, shared, like):
         cut = layout(like.size)
         check_like("dithering", payload.words.shape, (width, -(-like.size // 32)))
-        places, norms = places_for(like.size, cut), payload.norms.astype(jnp.float32)
-        if places is None:
-            return _worth(unpack(payload.words, like.size), steps.unit(shared, cut, norms, cut.spread), like.dtype)
-        decode = lambda words, units: _worth(places.unpack(words), places.spread(units), like.dtype)
-        return computed_once(decode, payload.words, steps.unit(shared, cut, norms, places.of_blocks(cut))).reshape(-1)
+        units = steps.unit(shared, cut, payload.norms.astype(jnp.float32))
+        return worth(lambda codes, unit: _worth(codes, unit, like.dtype), payload.words, cut, units)
 
     def accumulate(total, payloads, weights, shared):
         cut = layout(total.size)
-        places = places_for(total.size, cut)
         check_like("dithering", payloads.words.shape[1:], (width, -(-total.size // 32)))
-        if varying or places is None:
+        if varying or cut.places(width) is None:
             workers = payloads.words.shape[0]
             pick = lambda worker: row_of("dithering", shared, worker, workers) if per_worker else shared
             return add_each(decompress, pick, total, payloads, weights, entrywise=True)
-
-        whole = isinstance(places, Lanes)  # there units of all entries of all messages would be as many vectors
-        outside, inside = (lambda each: each, cut.spread) if whole else (cut.spread_to_words, places.spread)
-
-        def add(total, message):
-            words, units, weight = message
-            return total + weighted(_added_worth(places.unpack(words), inside(units), total.dtype), weight)
-
-        units_of = lambda norms: steps.unit(shared, cut, norms, outside)
-        messages = payloads.words, jax.vmap(units_of)(payloads.norms.astype(jnp.float32)), weights
-        return added(places, add, reshaped(total, places.whole), messages).reshape(-1)
+        units = jax.vmap(lambda norms: steps.unit(shared, cut, norms))(payloads.norms.astype(jnp.float32))
+        value = lambda codes, unit: _added_worth(codes, unit, total.dtype)
+        return add_worth(value, total, payloads.words, cut, units, weights)
 
     return on_vectors(
         init=init,

@@ -10,7 +10,7 @@ from jaxcomp.arrays import bounded, finite, key_data, weighted, wide
 from jaxcomp.backend import fold
 from jaxcomp.base import Compressor, Spec, State, on_vectors
 from jaxcomp.checks import check_like
-from jaxcomp.compressors.schedule import Ratio, Target, shown, target_of
+from jaxcomp.compressors.schedule import Ratio, shown, target_of
 from jaxcomp.factories import factory
 from jaxcomp.hashing import fmix32, random_bits, random_subset
 from jaxcomp.payloads import Dense
@@ -25,6 +25,11 @@ class Draw(NamedTuple):
 
     key: Array
     count: Array
+
+    @classmethod
+    def first(cls, key: Array) -> "Draw":
+        """The draw of the first round."""
+        return cls(key_data(key), jnp.zeros((), jnp.int32))
 
     def round_key(self) -> Array:
         """The typed key of this round."""
@@ -78,10 +83,7 @@ def rand_k(
     if callable(ratio) and least is None:
         raise ValueError("rand_k: a schedule needs least=, its smallest ratio: omega = d / k - 1 is largest there")
     target = target_of("rand_k", ratio, peak, k=k, least=least)
-    return _rand_k(f"rand_k({shown(ratio, k)})", target)
 
-
-def _rand_k(name: str, target: Target) -> Compressor:
     def indices_of(shared: Draw, d: int) -> Array:
         """Indices in random order, so that the first of them are a uniform subset, too."""
         return random_subset(shared.round_key(), d, target.peak(d))
@@ -117,13 +119,13 @@ def _rand_k(name: str, target: Target) -> Compressor:
         return bounded(add(jax.ShapeDtypeStruct(like.shape, wide(like.dtype)), stacked, None, shared), like.dtype)
 
     return on_vectors(
-        init=lambda shared_key, like: State(shared=Draw(key_data(shared_key), jnp.zeros((), jnp.int32))),
+        init=lambda shared_key, like: State(shared=Draw.first(shared_key)),
         compress=compress,
         decompress=decompress,
         accumulate=add,
         advance=next_draw,
         spec=Spec(
-            name,
+            f"rand_k({shown(ratio, k)})",
             omega=lambda d: d / target.least(d) - 1 if d else 0.0,
             alpha=None,
             linear=True,

@@ -9,7 +9,7 @@ from jaxcomp.arrays import bounded, finite, key_data, wide, wrap_key
 from jaxcomp.backend import fold, materialized, zeros_if_shape
 from jaxcomp.base import Compressor, State, accumulate, advance, check_compressor, for_worker, on_vectors
 from jaxcomp.checks import is_integer
-from jaxcomp.compressors.hadamard import Rotation, rotation_of
+from jaxcomp.compressors.hadamard import rotation_of
 from jaxcomp.factories import factory
 from jaxcomp.groups import DEFAULT, Layout
 
@@ -125,7 +125,16 @@ def rotate(compressor: Compressor, *, block: int = BLOCK, per_worker: bool = Fal
             y = accumulate(compressor, _wide(total), payloads, weights, shared.inner)
             # A vector of its own: each leaf that is cut out of it would be a loop of sums to compile.
             return materialized(bounded(total + rotation.backward(y, key_of(shared)).astype(total.dtype)))
-        return _one_by_one(compressor, rotation, pick, total, payloads, weights, shared)
+        workers = jax.tree.leaves(payloads)[0].shape[0]
+
+        def add_one(total, message):
+            payload, weight, worker = message
+            mine = pick(shared, worker, workers)
+            one, weight = jax.tree.map(lambda a: a[None], (payload, weight))
+            y = accumulate(compressor, _wide(total), one, weight, mine.inner)
+            return bounded(total + rotation.backward(y, key_of(mine)).astype(total.dtype))
+
+        return fold(add_one, total, (payloads, weights, jnp.arange(workers)))
 
     def pick(shared, worker, workers):
         inner = for_worker(compressor, shared.inner, worker, workers)
@@ -153,20 +162,3 @@ def rotate(compressor: Compressor, *, block: int = BLOCK, per_worker: bool = Fal
 
 def _wide(like: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((like.size,), wide(like.dtype))
-
-
-def _one_by_one(
-    compressor: Compressor, rotation: Rotation, pick: Any, total: Array, payloads: Any, weights: Any, shared: Rotated
-) -> Array:
-    """total + sum_j weights_j R_j^T y_j."""
-    workers = jax.tree.leaves(payloads)[0].shape[0]
-    zeros = _wide(total)
-
-    def add_one(total, message):
-        payload, weight, worker = message
-        mine = pick(shared, worker, workers)
-        one, weight = jax.tree.map(lambda a: a[None], (payload, weight))
-        y = accumulate(compressor, zeros, one, weight, mine.inner)
-        return bounded(total + rotation.backward(y, key_of(mine)).astype(total.dtype))
-
-    return fold(add_one, total, (payloads, weights, jnp.arange(workers)))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxcomp.arrays import like_of, root_key, wrap_key
 from jaxcomp.base import Compressor, State, check_compressor, for_worker
 
-__all__ = ["roundtrip"]
+__all__ = ["payload_like", "roundtrip"]
 
 Array = jax.Array
 Tree = Any
@@ -42,3 +42,14 @@ def roundtrip(compressor: Compressor, x: Tree, *, key: Array, worker: Array | in
     shared = for_worker(compressor, state.shared, worker)
     payload, _ = compressor.compress(private_key, x, State(state.local, shared))
     return compressor.decompress(payload, shared, like), payload
+
+
+def payload_like(compressor: Compressor, like: jax.ShapeDtypeStruct) -> Tree:
+    """Shapes and dtypes of what the compressor sends of an array like this one."""
+
+    def sent(shared_key, key):
+        state = compressor.init(shared_key, like)
+        shared = for_worker(compressor, state.shared, 0)
+        return compressor.compress(key, jnp.zeros(like.shape, like.dtype), State(state.local, shared))[0]
+
+    return jax.eval_shape(sent, jax.random.key(0), jax.random.key(1))

@@ -33,9 +33,6 @@ def rows(one: Compressor) -> Compressor:
 
     Each row has its own state and its own keys. The payload has a leading axis of rows on all arrays. omega and alpha
     are those of a row, and so of all.
-
-    Args:
-        one: of a row.
     """
     # A row is cut out of the stack once, before the call; each pass over it would else cut it out again.
     compress_one = one.compress if one.spec.linear else shared_program(one.compress)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import bounded, power_of_two, rounded_to
-from jaxcomp.compressors.elements import E4M3, Elements, Integer
+from jaxcomp.compressors.elements import E4M3, Elements
 from jaxcomp.compressors.quantize import up_to_bfloat16
 
 __all__ = ["SCALES", "BlockScales", "Scale"]
@@ -51,9 +51,9 @@ class Scale(NamedTuple):
         For powers of two the first of both is the largest magnitude, which may be subnormal.
         """
         if self.power:
-            return _e8m0(extremes[0], _end(elements, stochastic), self.released)
+            return _e8m0(extremes[0], elements.ends(stochastic)[1], self.released)
         if self.name.startswith("e4m3"):
-            return _e4m3(jnp.maximum(*extremes), _end(elements, stochastic), elements.mantissa, self.released)
+            return _e4m3(jnp.maximum(*extremes), elements.ends(stochastic)[1], elements.mantissa, self.released)
         return _plain(extremes, elements, stochastic, self.name == "bfloat16")
 
     def lower(self, made: BlockScales) -> BlockScales:
@@ -86,7 +86,7 @@ class Scale(NamedTuple):
 
     def reach(self, elements: Elements, stochastic: bool) -> tuple[float, float]:
         """The least max|x| / s of a block, and the largest relative error of what saturates."""
-        end = _end(elements, stochastic)
+        end = elements.ends(stochastic)[1]
         if self.name in ("e8m0", "e8m0-best"):
             return end / 2, 0.0
         if self.name == "e8m0-floor":
@@ -106,13 +106,9 @@ class Scale(NamedTuple):
         """
         if not self.name.startswith("e4m3"):
             return 0.0
-        least = E4M3.smallest / (E4M3.largest * _end(elements, stochastic))
-        return least * (math.hypot(8, _end(elements, stochastic) / elements.smallest) if self.released else 1)
-
-
-def _end(elements: Elements, stochastic: bool) -> float:
-    """The largest |x / s| that does not saturate on either side."""
-    return elements.ends(stochastic)[1] if isinstance(elements, Integer) else elements.largest
+        end = elements.ends(stochastic)[1]
+        least = E4M3.smallest / (E4M3.largest * end)
+        return least * (math.hypot(8, end / elements.smallest) if self.released else 1)
 
 
 def _up(x: Array, bits: int) -> Array:
@@ -181,7 +177,7 @@ def _e4m3(peak: Array, end: float, mantissa: int, nearest: bool) -> BlockScales:
 def _plain(extremes: Extremes, elements: Elements, stochastic: bool, short: bool) -> BlockScales:
     """max|x| over the largest element; for integers each side over its end, signed like the longer side."""
     most, least = extremes
-    if isinstance(elements, Integer):
+    if elements.lopsided:
         far, near = elements.ends(stochastic)
         longer, shorter = jnp.maximum(most, least), jnp.minimum(most, least)
         size = jnp.maximum(longer / jnp.float32(far), shorter / jnp.float32(near))
@@ -189,7 +185,7 @@ def _plain(extremes: Extremes, elements: Elements, stochastic: bool, short: bool
         size = jnp.maximum(most, least) / jnp.float32(elements.largest)
     size = _up(size, 16 if short else elements.mantissa + 1)
     size = up_to_bfloat16(size) if short else size
-    signed = jnp.where(least > most, -size, size) if isinstance(elements, Integer) else size
+    signed = jnp.where(least > most, -size, size) if elements.lopsided else size
     return BlockScales(rounded_to(signed, jnp.bfloat16 if short else jnp.float32), signed)
 
 

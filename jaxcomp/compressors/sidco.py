@@ -168,7 +168,7 @@ def counting_estimator(law: str, exact: bool, stages: int, sample: int | None) -
         stride = max(1, x.shape[0] // sample - 1) | 1 if sample else 1
         eta, before, goal = _last_two(every(x, stride), k, stride, ratio, stages, law, exact)
         end, words = _corrected(x, before._replace(above=before.above * stride), eta, goal)
-        return end.eta, words, end.above, memory
+        return end.eta, (words, end.above), memory
 
     return Estimator(estimate, near=True)
 

@@ -69,7 +69,7 @@ def sign(scale: float | str = "mean", *, blocks: int | None = None, block_size: 
 
     def scales_of(x: Array, cut: BlockSizes) -> Array:
         if scale == "mean":
-            each = _by_block(x, cut, _mean_magnitude)
+            each = cut.each(_mean_magnitude, x) if cut.count else jnp.zeros((0,), x.dtype)
         else:
             each = cut.norms(x, 2) / jnp.sqrt(jnp.asarray(np.asarray(cut.lengths), x.dtype))
         return bounded(each, jnp.float32)
@@ -210,7 +210,7 @@ def _read(
     def decompress(payload, shared, like):
         check_like(name, payload.words.shape, (width, -(-like.size // 32)))
         of = lambda *args: bounded(value(*args), like.dtype)
-        return worth(of, payload.words, cut_of(like.size), scales(payload.norms), like.size)
+        return worth(of, payload.words, cut_of(like.size), scales(payload.norms))
 
     def accumulate(total, payloads, weights, shared):
         check_like(name, payloads.words.shape[1:], (width, -(-total.size // 32)))
@@ -218,14 +218,6 @@ def _read(
         return add_worth(lambda *args: bounded(value(*args)), total, payloads.words, cut_of(total.size), each, weights)
 
     return {"decompress": decompress, "accumulate": accumulate}
-
-
-def _by_block(x: Array, cut: BlockSizes, function: Any) -> Array:
-    """function([b, m]) -> [b] of the blocks."""
-    body = cut.rows * cut.length
-    parts = [function(x[:body].reshape(cut.rows, cut.length))] if cut.rows else []
-    parts += [function(x[body:].reshape(1, cut.tail))] if cut.tail else []
-    return jnp.concatenate(parts) if parts else jnp.zeros((0,), x.dtype)
 
 
 def _mean_magnitude(rows: Array) -> Array:

@@ -1,40 +1,37 @@
 """SKCompress: a sparse gradient by quantile buckets, a MinMaxSketch of them, and coded keys.
 
-The values that a sparsifier selected are replaced by the number of a bucket and a table of what each bucket
-stands for. Keys (indices) are exact. How the message is coded is `bits` and `wire`.
+The values that a sparsifier selected are replaced by the number of a bucket and a table of what each bucket stands for.
+Keys (indices) are exact. They travel anyway, so values can be told by their place, without hashing. Zero is a split, so
+no bucket mixes signs.
 
-By position, the mode to use: the bucket of each value travels as a number. Zero is a split, so no bucket mixes signs,
-and a level is the mean of its bucket. Buckets hold equal parts of sum |x_j|^power. Keys travel anyway, so values can be
-told by their place, without hashing.
-
-In sketches that the keys are hashed into: buckets of equally many values fall into groups of one sign each. Keys go in
-one list per group, with a MinMaxSketch that holds each key's rank of distance from zero within the group. Collisions
-make ranks smaller, never larger, and never change a sign. The encoder decodes its own message, and each level is the
-mean of the values that decode to it (recentred). In cells and levels, bucket g * width + rank is the one with that rank
-of distance from zero in group g. The sketches as released are `contrib.skcompress_released`.
+In sketches keys go in one list per group of buckets, with a MinMaxSketch that holds each key's rank of distance from
+zero within the group. Collisions make ranks smaller, never larger, and never change a sign. The encoder decodes its own
+message, and each level is the mean of the values that decode to it (recentred). In cells and levels, bucket
+g * width + rank is the one with that rank in group g. The sketches as released are `contrib.skcompress_released`.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import finite, key_data, like_of, wide
+from jaxcomp.arrays import finite, like_of, wide
 from jaxcomp.base import Compressor, Spec, State, advance, check_compressor, for_worker, on_vectors
 from jaxcomp.checks import is_whole
 from jaxcomp.compressors import minmax_sketch
-from jaxcomp.compressors.minmax_sketch import Shape, list_of, places, query
-from jaxcomp.compressors.quantiles import bucket_of, means, signed_splits
+from jaxcomp.compressors.minmax_sketch import Shape, by_list, list_of, list_sizes, pack_table, places, query, table_of
+from jaxcomp.compressors.quantiles import bucket_of, in_order, means, signed_splits
 from jaxcomp.compressors.rand_k import Draw, next_draw
+from jaxcomp.compressors.roundtrip import payload_like
 from jaxcomp.compressors.schedule import target_of
-from jaxcomp.compressors.sketches import Coder, by_list, codes, level_of, list_sizes, ordered, pack_table, table_of
 from jaxcomp.compressors.threshold import by_threshold, fixed
 from jaxcomp.factories import factory
-from jaxcomp.packing import pack, width_for
+from jaxcomp.packing import pack, unpack, width_for
 from jaxcomp.payloads import LocalIndices, Sketch, Sparse
 
-__all__ = ["skcompress"]
+__all__ = ["Coder", "level_of", "skcompress"]
 
 Array = jax.Array
 I32 = jnp.int32
@@ -42,6 +39,21 @@ BUCKETS = {"quantile": 16, "recentred": 256, "paper": 256}
 LEAST_COLUMNS = 8  # of a short list, so that a few keys do not all share one cell
 MOST_BUCKETS = 1 << 14
 ROOM = 0.25
+
+
+class Coder(NamedTuple):
+    """How values are coded.
+
+    encode(keys, values, n, seeds) -> Sketch
+        keys: i32[k], values: float[k], finite, of which the first n are real; seeds: u32[s] of this round, or None.
+    decode(payload, seeds) -> float[k]
+        values in the order of `payload.keys`.
+    hashes: whether seeds are needed.
+    """
+
+    encode: Callable[..., Sketch]
+    decode: Callable[..., Array]
+    hashes: bool
 
 
 @factory
@@ -160,8 +172,7 @@ def _compressor(name: str, selector: Compressor, coder: Coder, q: int, rows: int
         _num_selected(selector, like)
         key, seed = jax.random.split(shared_key)
         state = selector.init(key, like)
-        draw = Draw(key_data(seed), jnp.zeros((), jnp.int32)) if coder.hashes else ()
-        return State(state.local, (state.shared, draw))
+        return State(state.local, (state.shared, Draw.first(seed) if coder.hashes else ()))
 
     def seeds_of(shared):
         return shared[1].words(rows) if coder.hashes else None
@@ -213,13 +224,7 @@ def _compressor(name: str, selector: Compressor, coder: Coder, q: int, rows: int
 
 def _num_selected(selector: Compressor, like: Any) -> int:
     """Places in what the sparsifier sends; ValueError if that has no plain values and indices."""
-
-    def one(shared_key, key):
-        state = selector.init(shared_key, like)
-        shared = for_worker(selector, state.shared, 0)
-        return selector.compress(key, jnp.zeros(like.shape, like.dtype), State(state.local, shared))[0]
-
-    payload = jax.eval_shape(one, jax.random.key(0), jax.random.key(1))
+    payload = payload_like(selector, like)
     plain = isinstance(payload, Sparse) and isinstance(payload.values, jax.ShapeDtypeStruct)
     if not plain or isinstance(payload.indices, LocalIndices):
         raise ValueError(
@@ -233,17 +238,25 @@ def _num_selected(selector: Compressor, like: Any) -> int:
 # Coders
 
 
+def level_of(payload: Sketch, bucket: Array) -> Array:
+    """The level of each bucket; 0 for numbers beyond the last."""
+    return payload.levels.at[bucket].get(mode="fill", fill_value=0)
+
+
 def by_position(q: int, power: float) -> Coder:
     """A coder with q buckets of equal weight |x_j|^power."""
 
     def encode(keys, values, n, seeds):
         real = lax.iota(I32, keys.shape[0]) < n
-        bucket = bucket_of(values, signed_splits(ordered(values, n), n, q, q, power))
+        bucket = bucket_of(values, signed_splits(in_order(values, n), n, q, q, power))
         levels = means(values, jnp.where(real, bucket, q), q)
         cells = pack(jnp.where(real, bucket, 0).astype(jnp.uint32), width_for(q))
         return Sketch(levels, n[None], keys, cells, jnp.zeros((0,), I32))
 
-    return Coder(encode, lambda payload, seeds: level_of(payload, codes(payload)), False)
+    def decode(payload, seeds):
+        return level_of(payload, unpack(payload.cells, payload.keys.shape[0]).astype(I32))
+
+    return Coder(encode, decode, False)
 
 
 def recentred(q: int, r: int, shape: Shape) -> Coder:
@@ -251,7 +264,7 @@ def recentred(q: int, r: int, shape: Shape) -> Coder:
     width = q // r
 
     def encode(keys, values, n, seeds):
-        splits = signed_splits(ordered(values, n), n, q, r)
+        splits = signed_splits(in_order(values, n), n, q, r)
         bucket = bucket_of(values, splits)
         lists = jnp.where(lax.iota(I32, keys.shape[0]) < n, bucket // width, r)
         rank = jnp.where(bucket < splits.zero, width - 1 - bucket % width, bucket % width)

@@ -22,7 +22,7 @@ from jaxcomp.groups import FILLED_IF_LONG
 from jaxcomp.payloads import Sparse
 from jaxcomp.select import indices_of_words, marked_above, take, top_set
 
-__all__ = ["Estimator", "ThresholdLocal", "by_threshold", "with_words"]
+__all__ = ["Estimator", "ThresholdLocal", "adjusted", "by_threshold", "fixed"]
 
 Array = jax.Array
 
@@ -38,7 +38,7 @@ class ThresholdLocal(NamedTuple):
 class Estimator(NamedTuple):
     """How a threshold is found.
 
-    estimate(key, x, k, ratio, memory) -> (eta, *marked_above(x, eta), memory)
+    estimate(key, x, k, ratio, memory) -> (eta, marked_above(x, eta), or None where it is not known yet, memory)
         x: float[d] with d > 0, may hold NaN and infinities; k: i32[] and ratio: f32[], the target. eta may be anything.
     memory(dtype) -> what is remembered before the first round.
     learn(memory, number of entries above eta, k, ratio) -> memory, after each round with an entry that is not zero.
@@ -48,7 +48,7 @@ class Estimator(NamedTuple):
     near: without bounds, 4/5 of k are enough and at most 5/4 are kept, all of which are sent, whatever the estimate is.
     """
 
-    estimate: Callable[..., tuple[Array, Array, Array, Any]]
+    estimate: Callable[..., tuple[Array, tuple[Array, Array] | None, Any]]
     memory: Callable[[Any], Any] = lambda dtype: ()
     learn: Callable[..., Any] = lambda memory, wanted, k, ratio: memory
     bounds: Callable[[Array, Array], tuple[Any, Any]] | None = None
@@ -65,12 +65,7 @@ def by_threshold(
 ) -> Compressor:
     """A compressor from an estimate of a threshold.
 
-    Args:
-        name: for errors and tables.
-        target: how many entries to keep.
-        estimator: finds the threshold.
-        capacity: room in the message as a multiple of k.
-        alpha: of the compressor, for d > 0.
+    capacity: room in the message as a multiple of k. alpha: for d > 0.
     """
     if not 1 <= capacity < math.inf:
         raise ValueError(f"{name.split('(')[0]}: capacity must be at least 1; got {capacity}")
@@ -87,7 +82,8 @@ def by_threshold(
         if d == 0:
             return Sparse(x, jnp.zeros((0,), jnp.int32)), state.local
         k, ratio = target.of(d, target.round_of(state.shared))
-        eta, words, wanted, remembered = estimator.estimate(key, x, k, ratio, state.local.memory)
+        eta, known, remembered = estimator.estimate(key, x, k, ratio, state.local.memory)
+        words, wanted = marked_above(x, eta) if known is None else known
         enough, most = (1, places(d)) if estimator.bounds is None else estimator.bounds(wanted, k)
         if estimator.near:
             enough, most = k - k // 5, jnp.minimum(k + (k + 3) // 4, places(d))
@@ -116,18 +112,19 @@ def by_threshold(
 
 def fixed(threshold: float) -> Estimator:
     """The same threshold for every vector, which nothing estimates."""
-
-    def estimate(key, x, k, ratio, memory):
-        return jnp.asarray(threshold, wide(x.dtype)), memory
-
-    return Estimator(with_words(estimate))
+    return Estimator(lambda key, x, k, ratio, memory: (jnp.asarray(threshold, wide(x.dtype)), None, memory))
 
 
-def with_words(estimate: Callable[..., tuple[Array, Any]]) -> Callable[..., tuple[Array, Array, Array, Any]]:
-    """`Estimator.estimate` from one that finds a threshold alone: (eta, memory)."""
+def adjusted(x: Array, eta: Array, factor_of: Callable[[Array], Array], most: int) -> tuple[Array, tuple[Array, Array]]:
+    """(eta, marked_above(x, eta)), with eta times factor_of(entries above it) while that is not one, `most` times."""
 
-    def estimate_with_words(key, x, k, ratio, memory):
-        eta, memory = estimate(key, x, k, ratio, memory)
-        return eta, *marked_above(x, eta), memory
+    def is_off(carry):
+        times, _, (_, count) = carry
+        return (times < most) & (factor_of(count) != 1)
 
-    return estimate_with_words
+    def step(carry):
+        times, eta, (_, count) = carry
+        eta = eta * factor_of(count).astype(eta.dtype)
+        return times + 1, eta, marked_above(x, eta)
+
+    return lax.while_loop(is_off, step, (jnp.zeros((), jnp.int32), eta, marked_above(x, eta)))[1:]

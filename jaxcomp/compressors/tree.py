@@ -12,6 +12,7 @@ from jaxcomp.base import (
     Compressor,
     Left,
     Lifted,
+    Round,
     State,
     accumulate,
     advance,
@@ -143,8 +144,7 @@ def _of_trees(name: str, compressor: Compressor, layout: Layout) -> Compressor:
 
     def init(shared_key, like):
         groups, each = of(like)
-        keys = keys_of(shared_key, groups.groups)
-        states = [c.init(key, x) for c, key, x in zip(each, keys, groups.like, strict=True)]
+        states = Round(shared_key, groups.groups, each).start(groups.like)
         return State(tuple(s.local for s in states), tuple(s.shared for s in states))
 
     def compress(key, tree, state):
@@ -164,7 +164,8 @@ def _of_trees(name: str, compressor: Compressor, layout: Layout) -> Compressor:
     def add(total, payloads, weights, shared):
         groups, each = of(total)
         if isinstance(weights, Leaves):
-            weights = from_leaves(groups.groups, _by_group(groups.groups, weights, None), lambda dense: dense.values)
+            weights = from_leaves(groups.groups, _by_group(groups.groups, weights, None))
+            weights = (weights[0].values, *weights[1:]) if _has_small(groups.groups) else weights
         else:
             weights = (weights,) * len(each)
         payloads = _by_group(groups.groups, payloads, 1)
@@ -184,7 +185,10 @@ def _of_trees(name: str, compressor: Compressor, layout: Layout) -> Compressor:
 
     def lengths_(like):
         groups, each = of(like)
-        return _lengths(groups.groups, tuple(lengths(c, x) for c, x in zip(each, groups.like, strict=True)))
+        counts = tuple(lengths(c, x) for c, x in zip(each, groups.like, strict=True))
+        if _has_one(groups.groups):
+            return counts[0]
+        return Leaves(Dense(None), counts[1:] if _has_small(groups.groups) else counts)
 
     def overflow_(local):
         zero = jnp.zeros((), jnp.int32)
@@ -242,23 +246,16 @@ def as_leaves(groups: tuple[Group, ...], payloads: tuple[Any, ...]) -> Any:
     """The payloads of all groups as one, as it is kept in bytes: `Leaves`, or that of a single group by itself."""
     if _has_one(groups):
         return payloads[0]
-    return Leaves(*_small_first(groups, payloads, Dense(jnp.zeros((0,), jnp.float32))))
+    if _has_small(groups):
+        return Leaves(payloads[0], payloads[1:])
+    return Leaves(Dense(jnp.zeros((0,), jnp.float32)), payloads)
 
 
-def _small_first(groups: tuple[Group, ...], each: tuple[Any, ...], none: Any) -> tuple[Any, tuple[Any, ...]]:
-    return (each[0], each[1:]) if _has_small(groups) else (none, each)
-
-
-def from_leaves(groups: tuple[Group, ...], payload: Any, of_small: Any = lambda dense: dense) -> tuple[Any, ...]:
+def from_leaves(groups: tuple[Group, ...], payload: Any) -> tuple[Any, ...]:
     """Inverse of `as_leaves`."""
     if _has_one(groups):
         return (payload,)
-    return (of_small(payload.dense), *payload.leaves) if _has_small(groups) else tuple(payload.leaves)
-
-
-def _lengths(groups: tuple[Group, ...], each: tuple[Any, ...]) -> Any:
-    """`Lengths` in the places of a payload of `as_leaves`."""
-    return each[0] if _has_one(groups) else Leaves(Dense(None), _small_first(groups, each, None)[1])
+    return (payload.dense, *payload.leaves) if _has_small(groups) else tuple(payload.leaves)
 
 
 def _by_leaf(groups: tuple[Group, ...], payload: Any) -> Any:

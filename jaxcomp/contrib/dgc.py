@@ -13,9 +13,9 @@ from jax import lax
 from jaxcomp.arrays import finite, wide
 from jaxcomp.base import Compressor
 from jaxcomp.compressors.schedule import Ratio, Target, shown, target_of
-from jaxcomp.compressors.threshold import Estimator, by_threshold
+from jaxcomp.compressors.threshold import Estimator, adjusted, by_threshold
 from jaxcomp.factories import factory
-from jaxcomp.select import descending, magnitude, marked_above
+from jaxcomp.select import descending, magnitude
 
 __all__ = ["dgc"]
 
@@ -64,7 +64,10 @@ def dgc(ratio: Ratio, *, sample_ratio: float = 0.01, peak: float | None = None) 
     def estimate(key, x, k, share, memory):
         d = x.shape[0]
         size = min(d, max(math.ceil(sample_ratio * d), math.ceil(2 / smallest)))
-        return *_lowered(x, _sampled(key, x, size, share, target), k), memory
+        eta = _sampled(key, x, size, share, target)
+        few = (TOO_FEW * k.astype(jnp.float32)).astype(jnp.int32)
+        lower = jnp.asarray(TOO_FEW, eta.dtype)
+        return *adjusted(x, eta, lambda count: jnp.where(count < few, lower, 1), TRIES), memory
 
     def bounds(wanted, k):
         limit = (TOO_MANY * k.astype(jnp.float32)).astype(jnp.int32)
@@ -85,21 +88,3 @@ def _sampled(key: Array, x: Array, size: int, share: Array, target: Target) -> A
     at = descending(taken, most)[rank]
     # The method keeps |x| >= eta; just below it, > is the same.
     return jnp.nextafter(at, jnp.zeros((), wide(x.dtype)))
-
-
-def _lowered(x: Array, eta: Array, k: Array) -> tuple[Array, Array, Array]:
-    """The threshold once enough entries exceed it, these, and how many they are."""
-    smallest_count = (TOO_FEW * k.astype(jnp.float32)).astype(jnp.int32)
-
-    def few(carry):
-        tries, _, _, count = carry
-        return (count < smallest_count) & (tries < TRIES)
-
-    def lower(carry):
-        tries, eta, _, _ = carry
-        eta = eta * TOO_FEW
-        return tries + 1, eta, *marked_above(x, eta)
-
-    start = (jnp.zeros((), jnp.int32), eta, *marked_above(x, eta))
-    _, eta, words, count = lax.while_loop(few, lower, start)
-    return eta, words, count

@@ -8,15 +8,14 @@ from jax.scipy.special import ndtri
 from jaxcomp.arrays import exponent_of, finite, power_of_two, wide
 from jaxcomp.base import Compressor
 from jaxcomp.compressors.schedule import Ratio, shown, target_of
-from jaxcomp.compressors.threshold import Estimator, by_threshold
+from jaxcomp.compressors.threshold import Estimator, adjusted, by_threshold
 from jaxcomp.factories import factory
 from jaxcomp.norms import max_abs
-from jaxcomp.select import marked_above
 
 __all__ = ["gaussian_k"]
 
 Array = jax.Array
-TRIES = 3  # thresholds that are evaluated
+TRIES = 2  # thresholds after the first
 
 
 @factory
@@ -50,19 +49,8 @@ def gaussian_k(ratio: Ratio, *, peak: float | None = None, capacity: float = 1.5
 
 
 def _estimate(key, x, k, share, memory):
-    eta = _quantile(x, share)
-
-    def other_threshold(carry):
-        tries, eta, _, count = carry
-        eta = eta * factor_of(count)
-        return tries + 1, eta, *marked_above(x, eta)
-
-    def factor_of(count):
-        return jnp.where(3 * count < 2 * k, 0.5, jnp.where(3 * count > 4 * k, 1.5, 1.0)).astype(eta.dtype)
-
-    start = (jnp.ones((), jnp.int32), eta, *marked_above(x, eta))
-    _, eta, words, count = lax.while_loop(lambda c: (c[0] < TRIES) & (factor_of(c[3]) != 1), other_threshold, start)
-    return eta, words, count, memory
+    factor_of = lambda count: jnp.where(3 * count < 2 * k, 0.5, jnp.where(3 * count > 4 * k, 1.5, 1.0))
+    return *adjusted(x, _quantile(x, share), factor_of, TRIES), memory
 
 
 def _quantile(x: Array, share: Array) -> Array:

@@ -10,7 +10,7 @@ from jaxcomp.arrays import wide
 from jaxcomp.base import Compressor
 from jaxcomp.checks import is_whole
 from jaxcomp.compressors.schedule import Ratio, shown, target_of
-from jaxcomp.compressors.threshold import Estimator, by_threshold, with_words
+from jaxcomp.compressors.threshold import Estimator, by_threshold
 from jaxcomp.factories import factory
 from jaxcomp.norms import max_abs
 from jaxcomp.select import count_above, excess_above, magnitude
@@ -71,8 +71,7 @@ def redsync(
     target, name = target_of("redsync", ratio, peak), f"redsync({shown(ratio)})"
     if method == "search":
         return by_threshold(name, target, _search(spacing, int(reuse)), capacity=2.0)
-    alpha = (lambda d: 1 / d) if target.scheduled else lambda d: target.peak(d) / d
-    return by_threshold(name, target, _trim(spacing), capacity=1.0, alpha=alpha)
+    return by_threshold(name, target, _trim(spacing), capacity=1.0, alpha=lambda d: target.least(d) / d)
 
 
 def _search(spacing: float, reuse: int) -> Estimator:
@@ -102,9 +101,9 @@ def _search(spacing: float, reuse: int) -> Estimator:
         threshold, age = memory
         threshold = threshold + jnp.sum(jnp.zeros_like(x[:0], dtype))  # of the type of x under shard_map
         threshold = lax.cond(age % reuse == 0, found, lambda: threshold)
-        return threshold, (threshold, age + 1)
+        return threshold, None, (threshold, age + 1)
 
-    return Estimator(with_words(estimate), memory=lambda dtype: (jnp.zeros((), dtype), jnp.zeros((), jnp.int32)))
+    return Estimator(estimate, memory=lambda dtype: (jnp.zeros((), dtype), jnp.zeros((), jnp.int32)))
 
 
 def _trim(spacing: float) -> Estimator:
@@ -121,9 +120,9 @@ def _trim(spacing: float) -> Estimator:
 
         start = (jnp.ones((), dtype), jnp.zeros_like(eta(jnp.ones((), dtype)), jnp.int32))
         t, _ = lax.while_loop(lambda c: (c[1] < k) & (c[0] > 0), lower, start)
-        return eta(t), memory
+        return eta(t), None, memory
 
-    return Estimator(with_words(estimate), bounds=lambda wanted, k: (k, k))
+    return Estimator(estimate, bounds=lambda wanted, k: (k, k))
 
 
 def _line(x: Array) -> Callable[[Array], Array]:

@@ -25,7 +25,7 @@ from jax import lax
 
 from jaxcomp.compressors.sidco import FIRST_RATIO, first_ratio
 from jaxcomp.compressors.tails import Sample, fitted
-from jaxcomp.compressors.threshold import Estimator, with_words
+from jaxcomp.compressors.threshold import Estimator
 from jaxcomp.select import count_above
 
 __all__ = ["Stages", "adaptive", "published"]
@@ -39,9 +39,9 @@ def published(law: str, exact: bool, stages: int) -> Estimator:
     """The recursion with a fixed number of stages."""
 
     def estimate(key, x, k, ratio, memory):
-        return _threshold(x, ratio, stages, law, exact), memory
+        return _threshold(x, ratio, stages, law, exact), None, memory
 
-    return Estimator(with_words(estimate))
+    return Estimator(estimate)
 
 
 def _threshold(x: Array, ratio: Array, stages: Array | int, law: str, exact: bool) -> Array:
@@ -87,13 +87,13 @@ def adaptive(law: str, exact: bool, stages: int, *, climb: bool) -> Estimator:
     """The recursion with a number of stages that begins with `stages` and adapts."""
 
     def estimate(key, x, k, ratio, memory):
-        return _threshold(x, ratio, memory.stages, law, exact), memory
+        return _threshold(x, ratio, memory.stages, law, exact), None, memory
 
     def memory(dtype):
         real, integer = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
         return Stages(real, real, integer, integer + stages, integer + 1)
 
-    return Estimator(with_words(estimate), memory, partial(_adapted, climb=climb))
+    return Estimator(estimate, memory, partial(_adapted, climb=climb))
 
 
 def _adapted(memory: Stages, wanted: Array, k: Array, ratio: Array, *, climb: bool) -> Stages:

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.compressors import minmax_sketch
-from jaxcomp.compressors.minmax_sketch import Shape, list_of, places
-from jaxcomp.compressors.quantiles import Splits, bucket_of, of_product
-from jaxcomp.compressors.sketches import Coder, by_list, level_of, list_sizes, ordered, pack_table, table_of
+from jaxcomp.compressors.minmax_sketch import Shape, by_list, list_of, list_sizes, pack_table, places, table_of
+from jaxcomp.compressors.quantiles import Splits, bucket_of, in_order, of_product
+from jaxcomp.compressors.skcompress import Coder, level_of
 from jaxcomp.payloads import Sketch
 
 __all__ = ["released_coder"]
@@ -84,7 +84,7 @@ def _frame(lists: Array, splits: Splits, r: int) -> tuple[Array, Array]:
 
 
 def _encode(keys: Array, values: Array, n: Array, seeds: Array, *, q: int, r: int, shape: Shape) -> Sketch:
-    ascending = ordered(values, n)
+    ascending = in_order(values, n)
     splits = _splits(ascending, n, q)
     bucket = bucket_of(values, splits)
     lists = jnp.searchsorted(_edges(splits, r), bucket, side="right").astype(I32)
