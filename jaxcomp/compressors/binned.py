@@ -87,9 +87,8 @@ def binned(bits: int = 2, *, refine: int = 4, blocks: int | None = None, block_s
     def compress(key, x, state):
         x = finite(x.astype(wide(x.dtype)))
         cut = layout(x.shape[0])
-        lengths = np.asarray(cut.lengths, np.int32)[:, None]
-        real = lax.broadcasted_iota(jnp.int32, (cut.count, cut.largest), 1) < lengths
-        rows, sizes = rows_of(x, cut), jnp.asarray(lengths, x.dtype)
+        real = lax.broadcasted_iota(jnp.int32, (cut.count, cut.largest), 1) < cut.lengths(jnp.int32)[:, None]
+        rows, sizes = rows_of(x, cut), cut.lengths(x.dtype)[:, None]
         unit = _unit(rows)
         rows = rows / unit  # below 2, so that neither sums nor squares overflow or vanish
         mean = jnp.sum(rows, axis=1, keepdims=True) / sizes

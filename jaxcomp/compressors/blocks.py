@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxcomp.arrays import key_data, reshaped, weighted
 from jaxcomp.backend import computed_once, fold_in_one_pass, fold_in_rows, of_short_rows, to_short_rows
@@ -34,9 +35,12 @@ class BlockSizes:
             self.rows, self.length = count - 1, d // count
         self.size = d
         self.tail = d - self.rows * self.length
-        self.lengths = [self.length] * self.rows + [self.tail] * int(self.tail > 0)
-        self.count = len(self.lengths)
-        self.largest = max(self.lengths, default=0)
+        self.count = self.rows + int(self.tail > 0)
+        self.largest = max(self.length if self.rows else 0, self.tail)
+
+    def lengths(self, dtype: Any) -> Array:
+        """Entries of each block, [count]."""
+        return jnp.where(lax.iota(jnp.int32, self.count) < self.rows, self.length, self.tail).astype(dtype)
 
     def each(self, of: Callable[[Array], Any], x: Array) -> Any:
         """of(rows), for the blocks of a vector as rows [b, m] -> [b] each: [count] each."""

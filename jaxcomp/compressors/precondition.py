@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from jaxcomp.arrays import bounded, finite, one_row, row_of, wide
 from jaxcomp.backend import zeros_if_shape
-from jaxcomp.base import Compressor, Spec, State, accumulate, advance, for_worker, on_vectors
+from jaxcomp.base import Compressor, Spec, State, accumulate, advance, check_compressor, for_worker, on_vectors
 from jaxcomp.factories import factory
 from jaxcomp.groups import FIXED
 from jaxcomp.smoothness.operator import Blocks, DenseMatrix, Diagonal, LowRank, Operator, Softmax, is_stacked
@@ -100,7 +100,7 @@ def precondition(compressor: Compressor, smoothness: Operator, *, dtype: Any = N
     >>> print(jc.roundtrip(jc.precondition(jc.identity(), S), jnp.array([1.0, 2.0]), key=jax.random.key(0))[0])
     [1. 2.]
     """
-    spec = compressor.spec
+    spec = check_compressor("precondition", compressor)
     if spec.lifted:
         raise ValueError(f"precondition acts on one array; {spec.name} acts on trees. Lift the result instead")
     if spec.omega is None:

@@ -147,10 +147,13 @@ class Steps(NamedTuple):
     def omega(self, cut: BlockSizes, d: int, short: bool) -> float:
         """The bound in `dithering`; units, and norms if short, are rounded up."""
         if self.sizes.shape[1] == d:
-            starts = np.cumsum([0, *cut.lengths[:-1]])
+            starts = np.arange(cut.count) * cut.length
             squares = float(np.max(np.add.reduceat(self.sizes**2, starts, axis=1))) if d else 0.0
+        elif self.sizes.shape[1] == 1:
+            squares = cut.largest * float(np.max(self.sizes**2, initial=0.0))
         else:
-            squares = float(np.max(np.array(cut.lengths) * self.sizes**2, initial=0.0))
+            lengths = np.where(np.arange(cut.count) < cut.rows, cut.length, cut.tail)
+            squares = float(np.max(lengths * self.sizes**2, initial=0.0))
         e = math.sqrt(squares) * (1 + 2.0 ** (self.width - 24)) * (1 + short * 2.0**-7)
         return e - 1 if e >= 2 else e**2 / 4
 

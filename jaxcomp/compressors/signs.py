@@ -71,7 +71,7 @@ def sign(scale: float | str = "mean", *, blocks: int | None = None, block_size: 
         if scale == "mean":
             each = cut.each(_mean_magnitude, x) if cut.count else jnp.zeros((0,), x.dtype)
         else:
-            each = cut.norms(x, 2) / jnp.sqrt(jnp.asarray(np.asarray(cut.lengths), x.dtype))
+            each = cut.norms(x, 2) / jnp.sqrt(cut.lengths(x.dtype))
         return bounded(each, jnp.float32)
 
     def compress(key, x, state):
@@ -152,7 +152,7 @@ def terngrad(*, clip: float | None = None, blocks: int | None = None, block_size
         cut = layout(x.shape[0])
         tops = cut.norms(x, math.inf)
         if clip is not None:
-            tops = jnp.minimum(tops, clip * cut.norms(x, 2) / jnp.sqrt(jnp.asarray(np.asarray(cut.lengths), x.dtype)))
+            tops = jnp.minimum(tops, clip * cut.norms(x, 2) / jnp.sqrt(cut.lengths(x.dtype)))
         tops = bounded(tops, jnp.float32)
         return Quantized(tops, code_words(_ternary, 2, cut, x, [tops.astype(x.dtype)], key)), state.local
 
