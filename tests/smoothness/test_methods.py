@@ -40,12 +40,7 @@ def in_vmap(run, count, x):
         return run.step(state, gradient_of(a, b))
 
     step = jax.jit(jax.vmap(step, in_axes=(axes, 0, 0), out_axes=(axes, 0), axis_name=AXIS))
-    points, bits = [], []
-    for _ in range(count):
-        state, sent = step(state, jnp.asarray(A), jnp.asarray(B))
-        points.append(np.asarray(run.point(state)))
-        bits.append(np.asarray(sent))
-    return np.stack(points), np.stack(bits), state
+    return rounds_of(run, step, state, count)
 
 
 def in_shard_map(run, count, x):
@@ -57,6 +52,10 @@ def in_shard_map(run, count, x):
         return state, bits[None]
 
     step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, P(AXIS), P(AXIS)), out_specs=(specs, P(AXIS))))
+    return rounds_of(run, step, state, count)
+
+
+def rounds_of(run, step, state, count):
     points, bits = [], []
     for _ in range(count):
         state, sent = jax.block_until_ready(step(state, jnp.asarray(A), jnp.asarray(B)))
