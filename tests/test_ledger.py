@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from laws import ROWS, D
 from worlds import AXIS, mesh_of
@@ -72,43 +71,12 @@ def test_loops_multiply_and_conditionals_take_the_dearest_arm():
 
 
 def test_groups_of_a_part_of_the_mesh():
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    fn = jax.shard_map(lambda x: lax.psum(x, "model"), mesh=mesh, in_specs=P("data", "model"), out_specs=P("data"))
+    fn = jax.shard_map(
+        lambda x: lax.psum(x, "model"), mesh=mesh_of((2, 2)), in_specs=P("data", "model"), out_specs=P("data")
+    )
     (row,) = jc.ledger(fn, X).rows
     assert row.group_size == 2
     assert row.sent_bytes == 2 * 1000 * 4 / 2  # 2 x 500 floats at each device
-
-
-GROUPS = {
-    "{{0,1,2,3}}": 4,
-    "{{0,1},{2,3}}": 2,
-    "[1,4]<=[4]": 4,
-    "[2,2]<=[2,2]T(1,0)": 2,
-    "mesh['data'=4] {'data'}": 4,
-    "mesh['data'=2,'model'=3] {'model'}": 3,
-    "mesh['data'=2,'model'=3] {'data','model'}": 6,
-    "mesh['data'=8] {'data':(2)4}": 4,
-    "{}": 8,
-}
-
-
-@pytest.mark.parametrize("groups", GROUPS)
-def test_every_way_to_write_groups(groups):
-    text = f"""HloModule m, num_partitions=8
-
-%add (a: f32[], b: f32[]) -> f32[] {{
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %s = f32[] add(%a, %b)
-}}
-
-ENTRY %main (x: bf16[10]) -> bf16[10] {{
-  %x = bf16[10]{{0}} parameter(0)
-  ROOT %r = bf16[10]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups}, to_apply=%add
-}}
-"""
-    (row,) = read(text).rows
-    assert (row.group_size, row.dtype, row.shape, row.operand_bytes) == (GROUPS[groups], "bf16", (10,), 20)
 
 
 def test_asynchronous_and_tuple_forms():
@@ -503,12 +471,12 @@ ODD_TARGETS = [
 
 
 @pytest.mark.parametrize("target", ODD_TARGETS)
-@pytest.mark.parametrize("kind", ["ALL_REDUCE", "ONE_TO_ONE"])
-def test_a_target_that_names_no_chips_is_unknown(kind, target):
+def test_a_target_that_names_no_chips_is_unknown(target):
     """Neither an error nor a loop without end."""
-    (row,) = (row for row in read(between_slices(kind, target)).rows if row.sent_bytes)
-    assert row.is_unknown
-    assert row.sent_bytes == 4096
+    for kind in ("ALL_REDUCE", "ONE_TO_ONE"):
+        (row,) = (row for row in read(between_slices(kind, target)).rows if row.sent_bytes)
+        assert row.is_unknown
+        assert row.sent_bytes == 4096
 
 
 def test_a_permutation_between_slices_has_pairs():
@@ -623,32 +591,14 @@ def test_halves_of_a_permutation_are_one():
     assert not book.unknown
 
 
-LOCAL = [
-    "TopK",
-    "__gpu$TopK",
-    "ApproxTopK",
-    "PartialReduce",
-    "Sharding",
-    "SPMDFullToShardShape",
-    "SliceId",
-    "ZeroCrop",
-    "__cublas$gemm",
-    "__cublas$lt$matmul$f8",
-    "__cudnn$convForward",
-    "cu_threefry2x32",
-    "lapack_sgetrf_ffi",
-    "cusolver_syevd_ffi",
-    "ducc_fft",
-    "__cub$DeviceRadixSort",
-    "annotate_device_placement",
-    "ragged_paged_attention",
-    "quantize_rows",
-]
+LOCAL = ["TopK", "__gpu$TopK", "ApproxTopK", "PartialReduce", "Sharding", "SPMDFullToShardShape", "SliceId", "ZeroCrop"]
+LOCAL += ["__cublas$gemm", "__cublas$lt$matmul$f8", "__cudnn$convForward", "cu_threefry2x32", "lapack_sgetrf_ffi"]
+LOCAL += ["cusolver_syevd_ffi", "ducc_fft", "__cub$DeviceRadixSort", "annotate_device_placement"]
+LOCAL += ["ragged_paged_attention", "quantize_rows"]
 
 
-@pytest.mark.parametrize("target", LOCAL)
-def test_local_calls_are_no_communication(target):
-    assert read(with_instruction(CUSTOM.format(target))).rows == ()
+def test_local_calls_are_no_communication():
+    assert [target for target in LOCAL if read(with_instruction(CUSTOM.format(target))).rows] == []
 
 
 @pytest.mark.parametrize(
