@@ -56,6 +56,7 @@ def test_means_of_huge_gradients_are_finite(algorithm, workers):
     assert np.max(directions[-1]) > 2.9e38
 
 
+@pytest.mark.filterwarnings("ignore:compressed_mean. this exchange sends")
 @pytest.mark.sampled
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize(
