@@ -5,9 +5,11 @@ import tracemalloc
 
 import jax
 import numpy as np
+from hypothesis import strategies as st
 
 import jaxcomp as jc
 from jaxcomp.wire.elias import Records
+from jaxcomp.wire.frame import seal, unseal
 from jaxcomp.wire.limits import PAD_BYTES, WORKSPACE
 
 FRAME = 13 + 4
@@ -23,6 +25,17 @@ def same(a, b):
         assert x.shape == y.shape
         assert x.tobytes() == y.tobytes()
     return True
+
+
+def survives(payload, data, code="fixed"):
+    """A sender that lies: with some bits of it flipped, a payload that survives another round trip, or WireError."""
+    body = bytearray(unseal(jc.wire.encode(payload, code=code)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        last = 8 * len(body) - 1
+        bit = data.draw(st.one_of(st.integers(0, last), st.integers(0, min(last, 400))))
+        body[bit // 8] ^= 1 << bit % 8
+    decoded = decode_guarded(seal(bytes(body)))
+    return decoded is None or same(jc.wire.decode(jc.wire.encode(decoded, code=code)), decoded)
 
 
 def decode_guarded(data, limit_seconds=0.1):

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from worlds import AXIS, mesh_of
+from worlds import AXIS, at, mesh_of
 
 from jaxcomp.arrays import row_of
 from jaxcomp.base import Compressor, Lengths, Round, Spec, State
@@ -116,43 +115,36 @@ def send(via, compressor, like, message, way):
     return Result(sent.mean[0] if is_bare(like) else sent.mean, sent, carried)
 
 
-def first(tree):
-    return jax.tree.map(lambda a: a[0], tree)
-
-
 def row(tree):
     return jax.tree.map(lambda a: a[None], tree)
 
 
-def grid(second):
-    return jax.make_mesh((2, 2), (AXIS, second), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-
-
 def on_vmap(step, given):
     """step(message, way) -> equal on all workers; given: [n, ...]."""
-    return jax.jit(
-        jax.vmap(lambda x: step(x, Way(AXIS, len(jax.tree.leaves(given)[0]))), axis_name=AXIS, out_axes=None)
-    )(given)
+    way = Way(AXIS, len(jax.tree.leaves(given)[0]))
+    return jax.jit(jax.vmap(lambda x: step(x, way), axis_name=AXIS, out_axes=None))(given)
 
 
 def on_mesh(step, given, check_vma=True):
     workers = len(jax.tree.leaves(given)[0])
-    one = lambda x: step(first(x), Way(AXIS, workers))
-    return jax.jit(jax.shard_map(one, mesh=mesh_of(workers), in_specs=P(AXIS), out_specs=P(), check_vma=check_vma))(
-        given
-    )
+    one = lambda x: step(at(x), Way(AXIS, workers))
+    one = jax.shard_map(one, mesh=mesh_of(workers), in_specs=P(AXIS), out_specs=P(), check_vma=check_vma)
+    return jax.jit(one)(given)
 
 
 def on_shards(step, given):
     """given: [2 workers, 2 shards, ...]; results have a leading axis of shards."""
-    one = lambda x: row(varying(step(first(first(x)), Way(AXIS, 2, outer=("shard",))), "shard"))
-    return jax.jit(jax.shard_map(one, mesh=grid("shard"), in_specs=P(AXIS, "shard"), out_specs=P("shard")))(given)
+    one = lambda x: row(varying(step(at(at(x)), Way(AXIS, 2, outer=("shard",))), "shard"))
+    return jax.jit(
+        jax.shard_map(one, mesh=mesh_of((2, 2), (AXIS, "shard")), in_specs=P(AXIS, "shard"), out_specs=P("shard"))
+    )(given)
 
 
 def on_replicas(step, given):
     """given: [2 workers, ...], equal on 2 devices each."""
-    one = lambda x: step(first(x), Way(AXIS, 2, replicas=("replica",)))
-    return jax.jit(jax.shard_map(one, mesh=grid("replica"), in_specs=P(AXIS), out_specs=P()))(given)
+    one = lambda x: step(at(x), Way(AXIS, 2, replicas=("replica",)))
+    mesh = mesh_of((2, 2), (AXIS, "replica"))
+    return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P(AXIS), out_specs=P()))(given)
 
 
 def ragged_by_definition(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):

@@ -10,6 +10,7 @@ import pytest
 from jitted import made_for
 from laws import ROWS, WORKERS, D
 from variants import variants
+from worlds import assert_close, assert_same, at, mesh_step, vmap_step
 
 import jaxcomp as jc
 from experiments.bench.trees import temporary, update_of
@@ -63,8 +64,7 @@ HOW = {
 
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
-@pytest.mark.parametrize("rest", [0, 3])
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("rest", "dtype"), [(0, np.float32), (3, np.float32), (3, jnp.bfloat16)])
 def test_pieces_are_added_where_they_belong(how, rest, dtype, seed):
     pieces, size = drawn(seed, SIZES, dtype), sum(SIZES) + rest
     memory, other = drawn(seed + 1, [size, size])
@@ -128,14 +128,12 @@ def test_a_method_does_the_same_with_pieces_as_with_vectors(make, seed):
     assert whole.pieces
     got = []
     for algorithm in (whole, whole._replace(pieces=False)):
-        tx = jc.compressed_mean(algorithm, "data", seed=3)
-        step = jax.jit(jax.vmap(tx.update, axis_name="data"))
-        state, out = jax.vmap(lambda _: tx.init(params), axis_name="data")(jnp.arange(2)), []  # noqa: B023
+        state, step = vmap_step(jc.compressed_mean(algorithm, "data", seed=3), params, 2)
         for grads in rounds:
-            direction, state = step(grads, state)
-            out.append(direction)
-        got.append((out, state))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *got)
+            direction, state = step(state, grads)
+            got.append(direction)
+        got.append(state)
+    assert_close(got[:4], got[4:])
 
 
 def compiled_step(compressor, size):
@@ -146,7 +144,7 @@ def compiled_step(compressor, size):
     state, specs = jc.init_state(tx, jax.tree.map(lambda x: jnp.zeros(x.shape), leaves), mesh, "data")
     placed, data, whole = jax.NamedSharding(mesh, jax.P("data")), jax.P("data"), jax.P()
     rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype, sharding=placed), leaves)
-    one = lambda grads, state: tx.update(jax.tree.map(lambda x: x[0], grads), state)[::-1]
+    one = lambda grads, state: tx.update(at(grads), state)[::-1]
     step = jax.shard_map(one, mesh=mesh, in_specs=(data, specs), out_specs=(specs, whole))
     return jax.jit(step, donate_argnums=1).lower(rows, state).compile()
 
@@ -211,11 +209,11 @@ def test_pieces_of_a_sum_are_rounded_as_leaves_are(kinds, seed):
     want = [bounded(x, dtype) for x, dtype in zip(cut_apart(find(indices, values).made(), LARGE), dtypes, strict=True)]
     for got in (own(indices, values), jax.jit(own)(indices, values)):
         assert [x.dtype for x in got if x.size >= LONG] == [x.dtype for x in want if x.size >= LONG]
-        jax.tree.map(np.testing.assert_array_equal, [bounded(x, y.dtype) for x, y in zip(got, want, strict=True)], want)
+        assert_same([bounded(x, y.dtype) for x, y in zip(got, want, strict=True)], want)
     rows = jax.jit(jax.vmap(own))(jnp.stack([indices, indices]), jnp.stack([values, -values]))
     for row, sign in ((0, 1), (1, -1)):
         got = [bounded(x[row], y.dtype) for x, y in zip(rows, want, strict=True)]
-        jax.tree.map(np.testing.assert_array_equal, got, [sign * x for x in want])
+        assert_same(got, [sign * x for x in want])
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.compressor.entries is not None], ids=lambda row: row.name)
@@ -293,11 +291,9 @@ def test_a_direction_is_the_same_made_leaf_by_leaf(name, seed, monkeypatch):
         for module in (backend, collectives):
             monkeypatch.setattr(module, "platform", lambda mesh=None, kind=kind: kind)
         tx = jc.compressed_mean(FEW_ENTRIES[name](), "data", "ladder" if name == "ladder" else "auto", weights)
-        state, specs = jc.init_state(tx, params, mesh, "data")
-        update = lambda g, state, tx=tx: tx.update(jax.tree.map(lambda x: x[0], g), state)
-        step = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=(jax.P("data"), specs), out_specs=(jax.P(), specs)))
+        state, step = mesh_step(tx, params, mesh)
         for grads in rounds:
-            direction, state = step(jax.device_put(grads, jax.NamedSharding(mesh, jax.P("data"))), state)
+            direction, state = step(state, jax.device_put(grads, jax.NamedSharding(mesh, jax.P("data"))))
             found.append(direction)
         found.append(state)
     # XLA may contract a product and a sum, of the momentum or a shift, in one of the programs.
@@ -446,8 +442,8 @@ def test_running_sums_for_tpus_are_those_of_numpy(shape, seed):
         )
 
 
-@pytest.mark.parametrize("length", [1, 8, 16, 64, 96, 128, 300])
-@pytest.mark.parametrize("count", [0, 1, 7, 129])
+@pytest.mark.parametrize("length", [1, 16, 96, 128, 300])
+@pytest.mark.parametrize("count", [0, 7, 129])
 @pytest.mark.parametrize("dtype", [np.int32, np.uint16, bool])
 def test_rows_that_a_tpu_puts_end_to_end_or_adds_up_are_those_of_numpy(count, length, dtype, seed):
     rows = np.random.default_rng(seed).integers(0, 100, (count, length)).astype(dtype)
@@ -471,18 +467,18 @@ def test_messages_that_a_tpu_adds_in_a_loop_are_those_of_a_cpu(compressor, on_ch
         of = lambda total: accumulate(compressor, total, payloads, None, ())
         return of(like), of(rows[0])
 
-    jax.tree.map(np.testing.assert_array_equal, made_for("tpu", run, rows), jax.jit(run)(rows))
+    assert_same(made_for("tpu", run, rows), jax.jit(run)(rows))
 
 
 @pytest.mark.parametrize("sizes", [[256, 128, 384], [3, 128, 253, 0, 300], [700]])
 def test_columns_that_a_tpu_cuts_out_of_rows_of_lanes(sizes, seed):
     rows = np.random.default_rng(seed).normal(size=(3, 768)).astype(np.float32)
     cut = made_for("tpu", lambda rows: cut_apart(rows, sizes), jnp.asarray(rows))
-    jax.tree.map(np.testing.assert_array_equal, cut, np.split(rows, np.cumsum(sizes), axis=1)[: len(sizes)])
+    assert_same(cut, np.split(rows, np.cumsum(sizes), axis=1)[: len(sizes)])
 
 
-@pytest.mark.parametrize("length", [2, 4, 8, 16, 32, 64, 96, 128, 256, 384, 512, 4096, 16384, 20480])
-@pytest.mark.parametrize("count", [0, 1, 3, 127, 300])
+@pytest.mark.parametrize("length", [2, 4, 8, 64, 96, 128, 384, 512, 16384, 20480])
+@pytest.mark.parametrize("count", [0, 3, 300])
 def test_numbers_of_rows_on_a_tpu_are_those_of_numpy(count, length, seed):
     """Repeated over the entries of their rows, added up and compared along them; sums of integers are exact."""
     rng = np.random.default_rng(seed)

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from variants import variants
-from worlds import AXIS, mesh_of
+from worlds import AXIS, at, mesh_of
 
 from jaxcomp.base import State
 from jaxcomp.collectives import all_gather, pmean, psum_scatter
@@ -67,68 +66,37 @@ def test_what_is_not_finite_is_seen_as_in_lax():
         np.testing.assert_array_equal(got.astype(jnp.float32), [1, np.nan, np.inf])
 
 
-def test_trees_of_several_dtypes_cross_in_their_own():
-    x = {
-        "a": jnp.ones((N, 64), jnp.bfloat16),
-        "b": jnp.ones((N, 64), jnp.float32),
-        "c": jnp.ones((N, 64), jnp.bfloat16),
-    }
-    step = shard(lambda x: pmean(jax.tree.map(lambda a: a[0], x), AXIS), P())
-    got = step(x)
-    assert [leaf.dtype for leaf in jax.tree.leaves(got)] == [jnp.bfloat16, jnp.float32, jnp.bfloat16]
-    assert ledger(step, x).total_bytes == 2 * 3 / 4 * (2 * 128 + 4 * 64)
-
-
 CASES = [(dimension, tiled) for dimension in (0, 1, -1) for tiled in (False, True)]
 
 
-@pytest.mark.sampled
+SHARDED = {
+    "psum_scatter": (lax.psum_scatter, psum_scatter, "scatter_dimension", {"wire": "bfloat16"}),
+    "all_gather": (lax.all_gather, all_gather, "axis", {"gradient": "bfloat16", "wire": "bfloat16"}),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
 @pytest.mark.parametrize("case", variants(CASES, [(0, False), (1, True)]))
-def test_psum_scatter_is_that_of_lax(case, seed):
-    dimension, tiled = case
+def test_collectives_of_shards_are_those_of_lax(case, name, seed):
+    (dimension, tiled), (of_lax, own, keyword, formats) = case, SHARDED[name]
     shape = [5, 6, 7]
-    shape[dimension] = 8 if tiled else N
+    if name == "psum_scatter":
+        shape[dimension] = 8 if tiled else N
     x = jnp.asarray(np.random.default_rng(seed).standard_normal((N, *shape)), jnp.float32)
 
-    def both(scatter):
+    def both(collective):
         def run(x):
-            loss = lambda x: jnp.sum(jnp.cos(scatter(x)) * (1.0 + lax.axis_index(AXIS).astype(jnp.float32)))
-            return scatter(x), jax.grad(loss)(x)
+            loss = lambda x: jnp.sum(jnp.cos(collective(x)) * (1.0 + lax.axis_index(AXIS).astype(jnp.float32)))
+            return collective(x), jax.grad(loss)(x)
 
         return run
 
-    want = jax.jit(
-        jax.vmap(
-            both(lambda x: lax.psum_scatter(x, AXIS, scatter_dimension=dimension % 3, tiled=tiled)), axis_name=AXIS
-        )
-    )(x)
-    for wire, tolerance in ((None, 1e-5), ("bfloat16", 0.2)):
-        mine = both(
-            functools.partial(psum_scatter, axis_name=AXIS, scatter_dimension=dimension, tiled=tiled, wire=wire)
-        )
-        for got in (jax.jit(jax.vmap(mine, axis_name=AXIS))(x), shard(functools.partial(_row, mine), P(AXIS))(x)):
-            for a, b in zip(got, want, strict=True):
-                assert a.shape == b.shape
-                np.testing.assert_allclose(a, b, atol=tolerance)
-
-
-@pytest.mark.parametrize("case", variants(CASES, [(0, False), (1, True)]))
-def test_all_gather_is_that_of_lax(case, seed):
-    dimension, tiled = case
-    x = jnp.asarray(np.random.default_rng(seed).standard_normal((N, 5, 6, 7)), jnp.float32)
-
-    def both(gather):
-        def run(x):
-            loss = lambda x: jnp.sum(jnp.cos(gather(x)) * (1.0 + lax.axis_index(AXIS).astype(jnp.float32)))
-            return gather(x), jax.grad(loss)(x)
-
-        return run
-
-    axis = dimension % (3 if tiled else 4)
-    want = jax.jit(jax.vmap(both(lambda x: lax.all_gather(x, AXIS, axis=axis, tiled=tiled)), axis_name=AXIS))(x)
-    for formats, tolerance in (({}, 1e-5), ({"gradient": "bfloat16", "wire": "bfloat16"}, 0.2)):
-        mine = both(functools.partial(all_gather, axis_name=AXIS, axis=dimension, tiled=tiled, **formats))
-        for got in (jax.jit(jax.vmap(mine, axis_name=AXIS))(x), shard(functools.partial(_row, mine), P(AXIS))(x)):
+    place = dimension % (4 if name == "all_gather" and not tiled else 3)
+    mapped = lambda run: jax.jit(jax.vmap(run, axis_name=AXIS))(x)
+    want = mapped(both(functools.partial(of_lax, axis_name=AXIS, tiled=tiled, **{keyword: place})))
+    for options, tolerance in (({}, 1e-5), (formats, 0.2)):
+        mine = both(functools.partial(own, axis_name=AXIS, tiled=tiled, **{keyword: dimension}, **options))
+        for got in (mapped(mine), shard(functools.partial(_row, mine), P(AXIS))(x)):
             for a, b in zip(got, want, strict=True):
                 assert a.shape == b.shape
                 np.testing.assert_allclose(a, b, atol=tolerance)
@@ -167,26 +135,23 @@ def _row(run, x):
     return jax.tree.map(lambda a: a[None], run(x[0]))
 
 
-def test_trees_and_narrow_arrays(seed):
+def test_trees_of_several_dtypes_cross_in_their_own(seed):
     rng = np.random.default_rng(seed)
-    x = {
-        "a": jnp.asarray(rng.standard_normal((N, 100)), jnp.bfloat16),
-        "b": jnp.asarray(rng.standard_normal((N, 3)), jnp.bfloat16),
-    }
-    step = shard(lambda x: pmean(jax.tree.map(lambda a: a[0], x), AXIS), P())
-    got = step(x)
-    exact = jax.tree.map(lambda a: np.asarray(a, np.float64).mean(0), x)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True):
-        assert a.dtype == jnp.bfloat16
-        np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=2**-8, atol=1e-7)  # added in f32, rounded once
-    assert ledger(step, x).total_bytes == 2 * 3 / 4 * 2 * 104  # 103 entries in four parts
+    kinds = {"a": (100, jnp.bfloat16), "b": (64, jnp.float32), "c": (3, jnp.bfloat16)}
+    x = {name: jnp.asarray(rng.standard_normal((N, size)), dtype) for name, (size, dtype) in kinds.items()}
+    step = shard(lambda x: pmean(at(x), AXIS), P())
+    for (name, got), digits in zip(step(x).items(), (8, 22, 8), strict=True):
+        assert got.dtype == kinds[name][1]
+        exact = np.asarray(x[name], np.float64).mean(0)
+        np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2.0**-digits, atol=1e-7)  # rounded once
+    assert ledger(step, x).total_bytes == 2 * 3 / 4 * (2 * 104 + 4 * 64)  # 103 entries in four parts
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("wire", ["bf16", dithering(127)], ids=["bf16", "dithering"])
 def test_one_axis_of_a_mesh_of_two(wire, key):
     """Along the other axis arrays differ, too, which types tell."""
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    mesh = mesh_of((2, 2), ("a", "b"))
     x = jax.random.normal(key, (4, 1, 64))
 
     def mean(x):
@@ -221,30 +186,26 @@ def test_short_names_of_a_wire(short, long, key):
     assert np.any(np.asarray(mean(short)) != np.asarray(mean(None)))
 
 
-def test_the_collectives_say_what_they_need(key):
-    run = lambda fn: jax.jit(jax.vmap(fn, axis_name=AXIS))(jnp.ones((2, 4)))
-    seeded = identity()._replace(init=lambda key, like: State((), jax.random.uniform(key)))
+SEEDED = identity()._replace(init=lambda key, like: State((), jax.random.uniform(key)))
+NEEDS = [
+    (lambda x, key: pmean(x, AXIS, wire=dithering(7)), "may be random; give key="),
+    (lambda x, key: pmean(x, AXIS, wire=SEEDED), "may be random; give key="),
+    (lambda x, key: pmean(x, AXIS, wire=per_leaf(identity()), key=key), "a compressor of one array; got per_leaf"),
+    (lambda x, key: pmean(x, AXIS, accumulate="bf16"), 'accumulate must be "f32" or "f64"'),
+    (lambda x, key: pmean(x, AXIS, accumulate="f64"), "needs 64-bit mode"),
+    (lambda x, key: pmean(x, AXIS, wire="int8"), "pmean: wire must be bfloat16, float16 or a float8 type; got int8"),
+    (lambda x, key: psum_scatter(x[:3], AXIS, tiled=True), "must be a multiple of 2"),
+    (lambda x, key: psum_scatter(x, AXIS), "must be 2, or give tiled=True"),
+    (lambda x, key: pmean(x.astype(jnp.int32), AXIS), "real floating point"),
+]
+
+
+@pytest.mark.parametrize(("fn", "said"), NEEDS, ids=range(len(NEEDS)))
+def test_the_collectives_say_what_they_need(fn, said, key):
+    with pytest.raises(ValueError, match=said):
+        jax.vmap(lambda x: fn(x, key), axis_name=AXIS)(jnp.ones((2, 4)))
     with pytest.raises(ValueError, match="no axis named 'data' is bound"):
         pmean(jnp.ones(3), AXIS)
-    with pytest.raises(ValueError, match="may be random; give key="):
-        run(lambda x: pmean(x, AXIS, wire=dithering(7)))
-    with pytest.raises(ValueError, match="may be random; give key="):
-        run(lambda x: pmean(x, AXIS, wire=seeded))
-    np.testing.assert_array_equal(run(lambda x: pmean(x, AXIS, wire=cast("bfloat16"))), 1)
-    with pytest.raises(ValueError, match="a compressor of one array; got per_leaf"):
-        run(lambda x: pmean(x, AXIS, wire=per_leaf(identity()), key=key))
-    with pytest.raises(ValueError, match='accumulate must be "f32" or "f64"'):
-        run(lambda x: pmean(x, AXIS, accumulate="bf16"))
-    with pytest.raises(ValueError, match="needs 64-bit mode"):
-        run(lambda x: pmean(x, AXIS, accumulate="f64"))
-    with pytest.raises(ValueError, match="pmean: wire must be bfloat16, float16 or a float8 type; got int8"):
-        run(lambda x: pmean(x, AXIS, wire="int8"))
-    with pytest.raises(ValueError, match="must be a multiple of 2"):
-        run(lambda x: psum_scatter(x[:3], AXIS, tiled=True))
-    with pytest.raises(ValueError, match="must be 2, or give tiled=True"):
-        run(lambda x: psum_scatter(x, AXIS))
-    with pytest.raises(ValueError, match="real floating point"):
-        run(lambda x: pmean(x.astype(jnp.int32), AXIS))
 
 
 def test_sums_in_double_precision():
@@ -268,7 +229,7 @@ def test_each_leaf_has_a_scale_of_its_own(wire, world, seed, key):
     if world == "vmap":
         got = jax.jit(jax.vmap(mean, axis_name=AXIS, out_axes=None))(x)
     else:
-        got = shard(lambda x: mean(jax.tree.map(lambda a: a[0], x)), P())(x)
+        got = shard(lambda x: mean(at(x)), P())(x)
     for name in scales:
         np.testing.assert_allclose(got[name], np.asarray(x[name], np.float64).mean(0), rtol=0.3)
         assert (np.asarray(got[name]) != 0).all() == (name != "none")

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from worlds import AXIS, mesh_of
+from worlds import AXIS, mesh_of, mesh_step, vmap_step
 
 import jaxcomp as jc
 from jaxcomp.exchange import measure
@@ -83,11 +83,10 @@ def test_the_algorithm_of_the_page_runs_and_remembers(seed):
     params = {"a": jnp.zeros((40, 30)), "b": jnp.zeros((40, 30)), "bias": jnp.zeros(5)}
     grads = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal((4, *p.shape)), jnp.float32), params)
     tx = jc.compressed_mean(names["low_rank"](2), AXIS)
-    state, axes = jc.init_state(tx, params, 4, AXIS)
-    step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))
+    state, step = vmap_step(tx, params)
     total = jax.tree.map(jnp.zeros_like, params)
     for _ in range(3):
-        direction, state = step(grads, state)
+        direction, state = step(state, grads)
         assert np.linalg.matrix_rank(direction["a"]) == 2
         np.testing.assert_allclose(direction["bias"], grads["bias"].mean(0), rtol=1e-5, atol=1e-6)
         total = jax.tree.map(jnp.add, total, direction)
@@ -114,10 +113,9 @@ def test_the_compressor_of_the_page_is_unbiased_and_is_exchanged(seed):
     np.testing.assert_allclose(error, compressor.spec.omega(x.size), rtol=0.1)
     tx = jc.compressed_mean(jc.direct(compressor), AXIS)
     grads = jax.random.normal(jax.random.key(seed + 2), (4, 3000))
-    state, axes = jc.init_state(tx, grads[0], 4, AXIS)
-    step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))
-    first, state = step(grads, state)
-    second, state = step(grads, state)
+    state, step = vmap_step(tx, grads[0])
+    first, state = step(state, grads)
+    second, state = step(state, grads)
     for direction in (first, second):
         kept = np.asarray(direction) != 0
         np.testing.assert_allclose(direction[kept], 5 * grads.mean(0)[kept], rtol=1e-5, atol=1e-6)
@@ -134,14 +132,11 @@ def test_the_route_of_the_page_is_given_as_it_is(capsys, monkeypatch):
     exec(compile(code_of(DEVELOPMENT / "route.md"), "route.md", "exec"), names)
     assert capsys.readouterr().out == "doubling 4800.0\ngather 4800.0\n"
     tx = jc.compressed_mean(names["algorithm"], AXIS, via=names["DOUBLING"])
-    mesh, P = mesh_of(4), jax.sharding.PartitionSpec
-    state, specs = jc.init_state(tx, names["grads"][0], mesh, AXIS)
-    one = lambda grads, state: tx.update(grads[0], state)
-    step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(P(AXIS), specs), out_specs=(P(), specs)))
-    direction, after = step(names["grads"], state)
+    state, step = mesh_step(tx, names["grads"][0], mesh_of())
+    direction, after = step(state, names["grads"])
     np.testing.assert_array_equal(direction, names["directions"][0])
     assert jc.info(after).chosen == "doubling"
-    assert jc.info(after).sent_bytes == jc.ledger(step, names["grads"], state).total_bytes
+    assert jc.info(after).sent_bytes == jc.ledger(step, state, names["grads"]).total_bytes
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -162,9 +157,8 @@ def test_the_payload_of_the_page_is_measured_and_crosses(monkeypatch):
     known = names["shifted"]._replace(spec=names["shifted"].spec._replace(alpha=lambda d: 0.9))
     for via in ("gather", "ladder"):
         tx = jc.compressed_mean(jc.error_feedback(known), AXIS, via=via)
-        state, axes = jc.init_state(tx, x[0], 4, AXIS)
-        step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))
-        np.testing.assert_allclose(step(x, state)[0], x.mean(0), atol=2e-3)
+        state, step = vmap_step(tx, x[0])
+        np.testing.assert_allclose(step(state, x)[0], x.mean(0), atol=2e-3)
 
 
 @pytest.mark.parametrize("page", sorted(DEVELOPMENT.glob("*.md")), ids=lambda page: page.stem)
@@ -278,7 +272,8 @@ def test_names_of_the_library_can_be_imported_as_written():
                 continue
             return all((found := getattr(found, name, None)) is not None for name in parts[end:])
 
-    words = [re.findall(r"(?<![\w./])(?:jc|jaxcomp)((?:\.[A-Za-z_]\w*)+)", page.read_text()) for page in PAGES]
+    pages = [ROOT / "README.md", *PAGES]
+    words = [re.findall(r"(?<![\w./])(?:jc|jaxcomp)((?:\.[A-Za-z_]\w*)+)", page.read_text()) for page in pages]
     names = {f"jaxcomp{name}" for each in words for name in each} - {"jaxcomp.exchange.routes.doubling"}
     assert len(names) > 100
     assert [name for name in sorted(names) if not is_there(name.split("."))] == []

@@ -7,13 +7,13 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_ledger import UNKNOWN, with_instruction
+from worlds import mesh_of
 
 import jaxcomp as jc
 from jaxcomp.expect import parse
 from jaxcomp.ledger import read
 
-GRID = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-LINE = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+GRID, LINE = mesh_of((2, 2)), mesh_of(kind=AxisType.Explicit)
 CUT = P("data")
 
 
@@ -160,7 +160,7 @@ def test_what_runs_nobody_knows_how_often_keeps_no_upper_limit():
         jc.expect(step, shaped(GRID, P(), 1000), data="<= 1 MB")
 
 
-@pytest.mark.parametrize("instruction", [*UNKNOWN, "neighbour-exchange(%x)", "collective-reduce(%x)"])
+@pytest.mark.parametrize("instruction", [next(iter(UNKNOWN)), "neighbour-exchange(%x)", "collective-reduce(%x)"])
 def test_what_the_ledger_does_not_know_breaks_every_promise(instruction):
     with pytest.raises(AssertionError, match="that the ledger does not know"):
         jc.expect(read(with_instruction(instruction)), total="<= 1 TB")

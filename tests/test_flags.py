@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jitted import traced_for
 from laws import AXIS, FACTORIES, METHODS, params_of
 from variants import variants
-from worlds import mesh_of
+from worlds import assert_same, at, mesh_of
 
 import jaxcomp as jc
 from jaxcomp import select_cpu
@@ -66,7 +66,7 @@ def made(name, world):
         return tx.update(grads, state, jc.per_worker(params, AXIS))
 
     def at_device(state, grads):
-        out, state = update(state, jax.tree.map(lambda g: g[0], grads))
+        out, state = update(state, at(grads))
         return jax.tree.map(lambda x: jc.per_worker(x, AXIS)[None], out), state
 
     def step(state, grads):
@@ -92,13 +92,18 @@ def test_every_method_has_a_row():
 @pytest.mark.parametrize("world", variants(["shard_map", "vmap"], {"shard_map"}))
 @pytest.mark.parametrize("name", METHODS)
 def test_what_says_no_while_tracing_says_nothing(name, world):
-    """Implied ranks and dtypes, tracers that stay, keys that are used twice, in the first state and in a step."""
+    """Implied ranks and dtypes, tracers that stay, keys that are used twice, in the first state and in a step.
+
+    Nor has the first state a NaN, which would end a run under jax_debug_nans.
+    """
     with strict():
         init, step, grads = made(name, world)
         state = jax.eval_shape(init)
         direction, after = jax.eval_shape(step, state, grads)
     assert jax.tree.structure(state) == jax.tree.structure(after)
     assert jax.tree.structure(direction) == jax.tree.structure(params_of(name))
+    with jax.debug_nans(True):
+        assert jc.info(METHODS[name]().init(params_of(name))).rounds == 0
 
 
 LONG = {  # compressors with forms for backends that short vectors do not reach
@@ -142,14 +147,6 @@ def test_no_backend_implies_ranks_or_dtypes(name, platform):
         assert one.shape == total.shape == (size,)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_no_state_begins_with_nan(name):
-    """Under jax_debug_nans the first one would end the run."""
-    with jax.debug_nans(True):
-        tx = METHODS[name]()
-        assert jc.info(tx.init(params_of(name))).rounds == 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world", ["shard_map", "vmap"])
 @pytest.mark.parametrize("flag", FLAGS)
@@ -183,13 +180,12 @@ def test_axes_of_one_device_that_jax_leaves_out_of_types(name):
     for flag in (False, True):
         jax.config.update("jax_remove_size_one_mesh_axis_from_type", flag)
         try:
-            mesh = jax.make_mesh((4, 1), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+            mesh = mesh_of((4, 1), ("data", "fsdp"))
             step = jc.value_and_grad(loss, algorithms[name], mesh, ("data", "fsdp"))
             found[flag] = jax.jit(step)(params, step.init(params), x)[:2]
         finally:
             jax.config.update("jax_remove_size_one_mesh_axis_from_type", before)
-    for a, b in zip(*map(jax.tree.leaves, found.values()), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(*found.values())
 
 
 def test_loops_that_are_not_compiled():

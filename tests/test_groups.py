@@ -11,7 +11,7 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec as P
 from jitted import roundtrip
-from worlds import AXIS, mesh_of
+from worlds import AXIS, assert_same, at, mesh_of, mesh_step
 
 import jaxcomp as jc
 from jaxcomp import backend_cpu, groups
@@ -219,13 +219,11 @@ def test_few_long_leaves_are_joined_alike(how, monkeypatch):
     want = jax.tree.map(np.asarray, split(plan, tree))
     monkeypatch.setattr(backend_cpu, "LONG", 1)
     rows = jax.tree.map(lambda x: jnp.stack([x, x]), tree)
-    first = lambda tree: jax.tree.map(lambda x: x[0], tree)
     if how == "jit":
         found = jax.jit(lambda tree: split(plan, tree))(tree)
     elif how == "vmap":
-        found = first(jax.vmap(lambda tree: split(plan, tree))(rows))
+        found = at(jax.vmap(lambda tree: split(plan, tree))(rows))
     else:
-        mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
 
         def own(some, rest):  # leaves of unlike types: some differ between workers, others do not
             parts = split(plan, {"a": some[0], **rest})
@@ -233,8 +231,8 @@ def test_few_long_leaves_are_joined_alike(how, monkeypatch):
 
         specs = (P("data"), P())
         rest = {name: tree[name] for name in "bcd"}
-        found = first(jax.jit(jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P("data")))(rows["a"], rest))
-    jax.tree.map(np.testing.assert_array_equal, found, want)
+        found = at(jax.jit(jax.shard_map(own, mesh=mesh_of(2), in_specs=specs, out_specs=P("data")))(rows["a"], rest))
+    assert_same(found, want)
 
 
 @pytest.mark.sampled
@@ -256,16 +254,10 @@ def test_leaves_alone_give_the_mean_too(algorithm, monkeypatch, seed):
     grads = {name: rng.integers(-8, 9, (2, *shape)).astype(np.float32) for name, shape in sizes.items()}
     params = jax.tree.map(lambda g: jnp.zeros(g.shape[1:]), grads)
     tx = jc.compressed_mean(algorithm, AXIS)
-    state, specs = jc.init_state(tx, params, mesh_of(2), AXIS)
+    state, step = mesh_step(tx, params, mesh_of(2))
     vectors = jax.tree.leaves(groups_of(layout_of(algorithm), params).like)
     assert len(vectors) == 5  # the dense ones, and four alone
-    step = jax.shard_map(
-        lambda g, state: tx.update(jax.tree.map(lambda x: x[0], g), state),
-        mesh=mesh_of(2),
-        in_specs=(P(AXIS), specs),
-        out_specs=(P(), specs),
-    )
-    mean, _ = jax.jit(step)(grads, state)
+    mean, _ = step(state, grads)
     for name, want in grads.items():
         np.testing.assert_allclose(
             mean[name], want.mean(0), atol=0 if "cast" in algorithm.compressor.spec.name else 2.0
@@ -328,7 +320,7 @@ def test_of_a_vector_that_is_filled_up_the_same_is_selected(compressor, monkeypa
     filled = compressor._replace(spec=compressor.spec._replace(layout=layout))
     (want, _), (got, state) = (directions_of(jc.error_feedback(c), tree, 4) for c in (compressor, filled))
     assert [x.shape for x in jax.tree.leaves(state.local.algorithm)] == [(1, 5120)]
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert_same(got, want)
 
 
 def directions_of(algorithm, tree, rounds=2):

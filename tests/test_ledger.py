@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from laws import ROWS, D
 from worlds import AXIS, mesh_of
@@ -72,8 +71,9 @@ def test_loops_multiply_and_conditionals_take_the_dearest_arm():
 
 
 def test_groups_of_a_part_of_the_mesh():
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    fn = jax.shard_map(lambda x: lax.psum(x, "model"), mesh=mesh, in_specs=P("data", "model"), out_specs=P("data"))
+    fn = jax.shard_map(
+        lambda x: lax.psum(x, "model"), mesh=mesh_of((2, 2)), in_specs=P("data", "model"), out_specs=P("data")
+    )
     (row,) = jc.ledger(fn, X).rows
     assert row.group_size == 2
     assert row.sent_bytes == 2 * 1000 * 4 / 2  # 2 x 500 floats at each device
@@ -92,11 +92,11 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-def test_every_way_to_write_groups(groups):
-    text = one_reduction(groups).replace("num_partitions=4", "num_partitions=8").replace("f32", "bf16")
-    (row,) = read(text).rows
-    assert (row.group_size, row.dtype, row.shape, row.operand_bytes) == (GROUPS[groups], "bf16", (10,), 20)
+def test_every_way_to_write_groups():
+    for groups, size in GROUPS.items():
+        text = one_reduction(groups).replace("num_partitions=4", "num_partitions=8").replace("f32", "bf16")
+        (row,) = read(text).rows
+        assert (row.group_size, row.dtype, row.shape, row.operand_bytes) == (size, "bf16", (10,), 20), groups
 
 
 def test_asynchronous_and_tuple_forms():
@@ -481,12 +481,12 @@ ODD_TARGETS = [
 
 
 @pytest.mark.parametrize("target", ODD_TARGETS)
-@pytest.mark.parametrize("kind", ["ALL_REDUCE", "ONE_TO_ONE"])
-def test_a_target_that_names_no_chips_is_unknown(kind, target):
+def test_a_target_that_names_no_chips_is_unknown(target):
     """Neither an error nor a loop without end."""
-    (row,) = (row for row in read(between_slices(kind, target)).rows if row.sent_bytes)
-    assert row.is_unknown
-    assert row.sent_bytes == 4096
+    for kind in ("ALL_REDUCE", "ONE_TO_ONE"):
+        (row,) = (row for row in read(between_slices(kind, target)).rows if row.sent_bytes)
+        assert row.is_unknown
+        assert row.sent_bytes == 4096
 
 
 def test_a_permutation_between_slices_has_pairs():
@@ -608,9 +608,8 @@ __cub$DeviceRadixSort annotate_device_placement ragged_paged_attention quantize_
 """
 
 
-@pytest.mark.parametrize("target", LOCAL.split())
-def test_local_calls_are_no_communication(target):
-    assert read(with_instruction(CUSTOM.format(target))).rows == ()
+def test_local_calls_are_no_communication():
+    assert [target for target in LOCAL.split() if read(with_instruction(CUSTOM.format(target))).rows] == []
 
 
 @pytest.mark.parametrize(

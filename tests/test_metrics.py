@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from worlds import AXIS, N, mesh_of
+from worlds import AXIS, N, mesh_of, mesh_step, vmap_step
 
 import jaxcomp as jc
 from jaxcomp.exchange.driver import add_counts
@@ -20,10 +20,8 @@ PARAMS = {"b": jnp.zeros(5), "v": jnp.zeros((30, 50)), "w": jnp.zeros((40, 30))}
 
 def after_a_round(algorithm, **options):
     tx = optax.chain(jc.compressed_mean(algorithm, AXIS, **options), optax.adam(1e-3))
-    state, axes = jc.init_state(tx, PARAMS, N, AXIS)
-    step = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
-    grads = jax.tree.map(lambda p: jnp.ones((N, *p.shape)), PARAMS)
-    return state, jax.jit(step)(grads, state)[1]
+    state, step = vmap_step(tx, PARAMS)
+    return state, step(state, jax.tree.map(lambda p: jnp.ones((N, *p.shape)), PARAMS))[1]
 
 
 def test_info_of_a_state_that_is_traced_in_part():
@@ -60,12 +58,11 @@ def test_plain_numbers_of_a_round(measure):
 def test_totals_are_those_of_all_rounds():
     """Of messages whose length changes, beyond 2^24 bytes, and of local steps between two exchanges."""
     tx = jc.compressed_mean(jc.error_feedback(jc.top_k(jc.warm_up([0.5, 0.25, 0.1], 2))), AXIS, "ladder")
-    state, axes = jc.init_state(tx, PARAMS, N, AXIS)
-    step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))
+    state, step = vmap_step(tx, PARAMS)
     sent, bits = [], []
     for t in range(6):
         grads = jax.tree.map(lambda p, t=t: jax.random.normal(jax.random.key(t), (N, *p.shape)), PARAMS)
-        state = step(grads, state)[1]
+        state = step(state, grads)[1]
         sent, bits = [*sent, float(jc.info(state).sent_bytes)], [*bits, float(jc.info(state).code_bits)]
     found = jc.info(state).as_dict()
     assert len(set(sent)) > 1
@@ -94,15 +91,10 @@ STEPS = {
 
 
 def lowered(algorithm, via):
-    tx = jc.compressed_mean(algorithm, AXIS, via)
-    mesh = mesh_of(2)
-    state, specs = jc.init_state(tx, PARAMS, mesh, AXIS)
-    one = lambda grads, state: tx.update(jax.tree.map(lambda g: g[0], grads), state)
-    P = jax.sharding.PartitionSpec
-    step = jax.shard_map(one, mesh=mesh, in_specs=(P(AXIS), specs), out_specs=(P(), specs))
+    state, step = mesh_step(jc.compressed_mean(algorithm, AXIS, via), PARAMS, mesh_of(2))
     grads = jax.tree.map(lambda p: jnp.ones((2, *p.shape)), PARAMS)
     jax.clear_caches()  # of programs within, which keep their names
-    return jax.jit(step).lower(grads, state)
+    return step.lower(state, grads)
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from jaxprs import equations, imprecise_products, lost_roundings, traced
+from jitted import traced_for
 from laws import ROWS, D
 from worlds import AXIS, mesh_of
 
@@ -165,12 +166,6 @@ def test_wide_types_are_left_as_they_are():
 # Every codec, and every algorithm by every route
 
 
-def devices_of(name):
-    """As if a program were traced for such devices: `platform()` says so."""
-    device = jax.sharding.AbstractDevice(device_kind="", num_cores=None, platform=name)
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
-
-
 def of_codec(row):
     """x, key -> all that a worker computes from a message of a codec."""
     compressor = row.compressor
@@ -194,7 +189,7 @@ def of_codec(row):
 def test_a_codec_keeps_its_roundings_and_products(row):
     """As it is traced for GPUs and TPUs, and in one dtype as for CPUs."""
     for where, dtype in (("gpu", jnp.float32), ("gpu", BF16), ("gpu", F16), ("cpu", BF16)):
-        with devices_of(where):
+        with traced_for(where):
             program = traced(of_codec(row), shape(D, dtype=dtype), KEY)
         assert not lost_roundings(program)
         assert dtype != jnp.float32 or not imprecise_products(program)
@@ -253,7 +248,7 @@ def traced_update(algorithm, via, params):
     tx = jc.compressed_mean(algorithm, AXIS, via=via)
     state, axes = jc.init_state(tx, params, N, AXIS)
     step = jax.vmap(tx.update, in_axes=(None, axes), out_axes=(None, axes), axis_name=AXIS, axis_size=N)
-    with devices_of("gpu"):
+    with traced_for("gpu"):
         return traced(lambda grads, state: step(grads, state), params, state)
 
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from worlds import AXIS, PARAMS, N, gradients, mesh_of, run_vmap
+from worlds import AXIS, PARAMS, N, assert_same, at, gradients, mesh_of, mesh_step, run_vmap
 
 import jaxcomp as jc
 
@@ -36,9 +36,9 @@ def with_vectors(mean, side, field, change):
     return dataclasses.replace(mean, **{side: part._replace(algorithm=part.algorithm._replace(**{field: parts}))})
 
 
-def marks_of(tx, params, state, specs):
-    run = lambda p, s: jc.replicas.fingerprints((p, s), AXIS)
-    return jax.jit(jax.shard_map(run, mesh=mesh_of(N), in_specs=(P(), specs), out_specs=P()))(params, state)
+def marks_of(params, state, specs, mesh, axis=AXIS):
+    run = lambda p, s: jc.replicas.fingerprints((p, s), axis)
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(P(), specs), out_specs=P()))(params, state)
 
 
 @pytest.mark.sampled
@@ -48,7 +48,7 @@ def test_one_corrupt_worker_is_named(where, seed):
     mesh = mesh_of(N)
     params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
     state, specs = jc.init_state(tx, params, mesh, AXIS)
-    jc.check_replicas(marks_of(tx, params, state, specs))  # all is well
+    jc.check_replicas(marks_of(params, state, specs, mesh))  # all is well
     good = np.random.default_rng(seed).standard_normal((40, 30)).astype(np.float32)
     bad = good.copy()
     bad.view(np.uint32)[7, 3] ^= 1  # the lowest bit of one number
@@ -65,7 +65,7 @@ def test_one_corrupt_worker_is_named(where, seed):
         rows = np.stack([good, good, bad, good]).reshape(N, -1)
         rows = jax.device_put(rows, NamedSharding(mesh, P(AXIS)))
         state = with_vectors(mean, "local", "shift", lambda _: rows), adam
-    marks = marks_of(tx, params, state, specs)
+    marks = marks_of(params, state, specs, mesh)
     if where == "memory":
         jc.check_replicas(marks)
         return
@@ -110,18 +110,14 @@ def test_keys_scalars_and_trees_without_arrays():
 
 @pytest.mark.slow
 def test_what_differs_between_groups_or_shards_is_no_drift():
-    mesh = jax.make_mesh((2, 2), ("dcn", "ici"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of((2, 2), ("dcn", "ici"))
     levels = {"ici": jc.diana(jc.dithering(7)), "dcn": jc.error_feedback(jc.top_k(0.1))}
     tx = jc.compressed_mean(axis_name=levels)
-    state, specs = jc.init_state(tx, PARAMS, mesh, levels)
-    grads = jax.tree.map(lambda g: g[0], gradients(1))
-    both = P(("dcn", "ici"))
-    step = lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s)[1]
-    state = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, both), out_specs=specs))(state, grads)
+    state, step = mesh_step(tx, PARAMS, mesh, levels, P(("dcn", "ici")))
+    state = step(state, at(gradients(1)))[1]
     shift = np.asarray(jc.state.by_leaf(state[0], state[0].shared.algorithm.shift)["w"])
     assert np.any(shift[0] != shift[1])  # the mean shift of each group
-    marks = jax.shard_map(lambda s: jc.replicas.fingerprints(s, levels), mesh=mesh, in_specs=(specs,), out_specs=P())
-    jc.check_replicas(jax.jit(marks)(state))
+    jc.check_replicas(marks_of((), state, jc.init_state(tx, PARAMS, mesh, levels)[1], mesh, levels))
     shards = jnp.arange(8.0)
     of_shards = jax.shard_map(
         lambda x: jc.replicas.fingerprints(x, "dcn")[None], mesh=mesh, in_specs=P("ici"), out_specs=P("ici")
@@ -150,15 +146,11 @@ LEVELS = {"dcn": jc.diana(jc.dithering(7)), "ici": jc.error_feedback(jc.top_k(0.
 @pytest.mark.parametrize("where", ["shift of a group", "memory between groups", "memory within", "params"])
 def test_copies_along_inner_axes_are_compared(where):
     """Numbers of workers: dcn times 3 plus ici. The mean over "dcn" comes first: one group for each place on "ici"."""
-    mesh = jax.make_mesh((3, 1), ("dcn", "ici"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:3])
+    mesh = mesh_of((3, 1), ("dcn", "ici"))
     tx = jc.compressed_mean(axis_name=LEVELS)
     params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
     state, specs = jc.init_state(tx, params, mesh, LEVELS)
-    run = jax.shard_map(
-        lambda p, s: jc.replicas.fingerprints((p, s), LEVELS), mesh=mesh, in_specs=(P(), specs), out_specs=P()
-    )
-    run = jax.jit(run)
-    jc.check_replicas(run(params, state))
+    jc.check_replicas(marks_of(params, state, specs, mesh, LEVELS))
     first, second = state
     spoiled = functools.partial(with_copies, spoil={2})
     if where == "shift of a group":
@@ -169,7 +161,7 @@ def test_copies_along_inner_axes_are_compared(where):
         first = with_vectors(first, "local", "shift", spoiled)
     else:
         params["w"] = spoiled(params["w"])
-    marks = run(params, (first, second))
+    marks = marks_of(params, (first, second), specs, mesh, LEVELS)
     if where == "memory within":  # each worker's own
         jc.check_replicas(marks)
         return
@@ -180,7 +172,7 @@ def test_copies_along_inner_axes_are_compared(where):
 @pytest.mark.parametrize(("spoil", "odd"), [({3}, (2, 3)), ({0, 1}, None)])
 def test_a_set_without_majority_is_named_whole(spoil, odd):
     """On 2 x 2 devices a shard has two copies. Both copies spoiled alike are no drift."""
-    mesh = jax.make_mesh((2, 2), ("model", "data"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of((2, 2), ("model", "data"))
     specs = {"b": P(), "w": P("model")}
     params = {"b": jnp.zeros(5), "w": jnp.arange(40.0)}
     params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs)
@@ -209,7 +201,7 @@ def test_specs_are_checked():
 
 
 def test_an_axis_that_gradients_differ_over_is_asked_for():
-    mesh = jax.make_mesh((2, 2), (AXIS, "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of((2, 2))
     tx = jc.replicas.skip_nonfinite(jc.compressed_mean(jc.direct(jc.identity()), AXIS, sharded="model"), AXIS)
     state, specs = jc.init_state(tx, jnp.zeros(8), mesh, AXIS, P("model"))
     step = jax.shard_map(
@@ -241,20 +233,15 @@ def test_a_bad_gradient_on_one_worker_skips_the_step_everywhere(bad, seed):
     updates, state = run_vmap(guarded, PARAMS, spoiled)
     want, plain = run_vmap(guarded, PARAMS, grads)
     np.testing.assert_array_equal(updates["w"][1], 0)
-    for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(np.delete(a, 1, axis=0), b)
-    for a, b in zip(jax.tree.leaves(state.inner), jax.tree.leaves(plain.inner), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(jax.tree.map(lambda a: np.delete(a, 1, axis=0), updates), want)
+    assert_same(state.inner, plain.inner)
     assert (state.skipped, plain.skipped) == (1, 0)
 
 
 def test_under_shard_map_it_costs_one_word():
     def total(tx):
-        mesh = mesh_of(N)
-        state, specs = jc.init_state(tx, PARAMS, mesh, AXIS)
-        step = lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s)
-        step = jax.shard_map(step, mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=(P(), specs))
-        return jc.ledger(step, state, jax.tree.map(lambda p: jnp.zeros((N, *p.shape)), PARAMS)).total_bytes
+        state, step = mesh_step(tx, PARAMS, mesh_of())
+        return jc.ledger(step, state, at(gradients(0))).total_bytes
 
     tx = jc.compressed_mean(jc.error_feedback(jc.top_k(0.05)), AXIS)
     assert total(jc.replicas.skip_nonfinite(tx, AXIS)) - total(tx) == 2 * (N - 1) / N * 4

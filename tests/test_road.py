@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from worlds import AXIS
+from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
 
@@ -86,7 +86,7 @@ def update_of(algorithm):
 
 def gradients_of(algorithm):
     """One step of `value_and_grad` on a mesh, whose state has been made, and the shapes of its arguments."""
-    mesh = jax.make_mesh((1,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(1)
     loss = lambda params, x: jnp.mean((x @ params["w"] + params["b"]) ** 2) + jnp.sum(params["v"] ** 2)
     grad_fn = jc.value_and_grad(loss, algorithm, mesh, AXIS, gradients="per_worker")
     return grad_fn, TREE, grad_fn.init(TREE), jax.ShapeDtypeStruct((8, 64), jnp.float32)

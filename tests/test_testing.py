@@ -215,7 +215,7 @@ def test_a_bound_that_is_wrong_by_half_is_found_of_few_outcomes(bound, factor):
 
 
 @pytest.mark.parametrize("draws", [64, 512, 1024])
-@pytest.mark.parametrize("chance", [0.001, 0.02, 0.1, 0.5, 0.9, 0.98, 0.999])
+@pytest.mark.parametrize("chance", [0.001, 0.1, 0.5, 0.9, 0.999])
 def test_two_outcomes_raise_no_more_false_alarms_than_are_promised(draws, chance):
     """The exact probability of an alarm of `omega` and `alpha`, whose mean is as large as it may be."""
     log_of = np.cumsum([0.0, *np.log(np.arange(1, draws + 1))])

@@ -44,7 +44,7 @@ def test_the_tight_form_balances_both_rates(omega, mu):
     assert other[:1] + other[-1:] == tight[:1] + tight[-1:]
 
 
-@pytest.mark.parametrize("alpha", [1e-300, 1e-100, 1e-17, 1e-15, 1e-12, 1e-6, 0.1, 0.75, 1.0])
+@pytest.mark.parametrize("alpha", [1e-300, 1e-17, 1e-12, 0.1, 0.75, 1.0])
 @pytest.mark.parametrize("mu", [0.0, 1e-3, 1.0])
 def test_ef21_is_exact_for_any_alpha(alpha, mu):
     with decimal.localcontext(prec=700):
@@ -70,25 +70,18 @@ BAD = [
     (lambda: theory.dcgd(smoothness=1, workers=1, variance=-1), "dcgd: variance must be at least 0; got -1"),
     (lambda: theory.diana(**GIVEN, omega=-1), "diana: omega must be at least 0; got -1"),
     (lambda: theory.diana(**GIVEN, omega=1, mu=3), r"diana: mu must be in \[0, smoothness = 2.0\]; got 3"),
-    (lambda: theory.diana(**GIVEN, omega=float("nan")), "diana: omega must be at least 0; got nan"),
     (lambda: theory.diana_released(smoothness_max=0, workers=1, omega=0), "smoothness_max must be above 0; got 0"),
     (lambda: theory.adiana(**GIVEN, omega=1, mu=0), "adiana: mu must be above 0; got 0"),
     (lambda: theory.isega(**GIVEN, tight=True), "isega: tight needs smallest_probability"),
     (lambda: theory.isega(**GIVEN, smallest_probability=2), r"smallest_probability must be in \(0, 1\]; got 2"),
     (lambda: theory.dcgd(smoothness="a", workers=1, variance=0), "dcgd: smoothness must be above 0; got 'a'"),
-    (lambda: theory.dcgd(smoothness=None, workers=1, variance=0), "dcgd: smoothness must be above 0; got None"),
     (lambda: theory.dcgd(smoothness=INF, workers=1, variance=0), "dcgd: smoothness must be finite; got inf"),
     (lambda: theory.dcgd(smoothness=1, workers=2.5, variance=0), "dcgd: workers must be an integer; got 2.5"),
-    (lambda: theory.dcgd(smoothness=1, workers="2", variance=0), "dcgd: workers must be at least 1; got '2'"),
-    (lambda: theory.dcgd(smoothness=1, workers=INF, variance=0), "dcgd: workers must be finite; got inf"),
     (lambda: theory.marina(smoothness=1, workers=1, variance=INF, full=1), "marina: variance must be finite; got inf"),
     (lambda: theory.diana(**GIVEN, omega=1, mu="a"), r"diana: mu must be in \[0, smoothness = 2.0\]; got 'a'"),
-    (lambda: theory.diana_released(smoothness_max="a", workers=1, omega=0), "smoothness_max must be above 0; got 'a'"),
     (lambda: theory.diana_released(smoothness_max=INF, workers=1, omega=0), "smoothness_max must be finite; got inf"),
     (lambda: theory.ef21(smoothness=1, alpha="a"), r"ef21: alpha must be in \(0, 1\]; got 'a'"),
     (lambda: theory.ef21(smoothness=1, alpha=1, worker_smoothness=INF), "worker_smoothness must be finite; got inf"),
-    (lambda: theory.isega(**GIVEN, smallest_probability="a"), r"smallest_probability must be in \(0, 1\]; got 'a'"),
-    (lambda: theory.marina(**GIVEN, full="a"), r"marina: full must be in \(0, 1\]; got 'a'"),
     (lambda: theory.marina(**GIVEN, full=0), r"marina: full must be in \(0, 1\]; got 0"),
 ]
 

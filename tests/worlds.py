@@ -1,6 +1,7 @@
-"""The same step run on n workers in different ways: vmap, shard_map, pmap, bytes on the host."""
+"""Meshes, and the same step run on n workers in different ways: vmap, shard_map, pmap, bytes on the host."""
 
 import functools
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -54,8 +55,42 @@ def fsum(rows):
     return [sum(map(Fraction, column)) for column in rows.T.tolist()]
 
 
-def mesh_of(workers):
-    return jax.make_mesh((workers,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers])
+def mesh_of(sizes=N, names=(AXIS, "model"), kind=AxisType.Auto):
+    """sizes: of the axes, or the number of workers; kind: of all axes."""
+    sizes = (sizes,) if isinstance(sizes, int) else sizes
+    devices = jax.devices()[: math.prod(sizes)]
+    return jax.make_mesh(sizes, names[: len(sizes)], axis_types=(kind,) * len(sizes), devices=devices)
+
+
+def assert_close(found, want, rtol=1e-5, atol=1e-6):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), found, want)
+
+
+def assert_same(found, want):
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+
+
+def at(tree, index=0):
+    """The part of each array at an index of its leading axis."""
+    return jax.tree.map(lambda x: x[index], tree)
+
+
+def mesh_step(tx, params, mesh, axis=AXIS, across=None, **options):
+    """The state, and the compiled step(state, grads) whose gradients have a leading axis of workers.
+
+    across: how gradients lie, if not P(axis); options: of `jax.jit`.
+    """
+    across = P(axis) if across is None else across
+    state, specs = jc.init_state(tx, params, mesh, axis)
+    step = lambda state, grads: tx.update(at(grads), state, params)
+    step = jax.shard_map(step, mesh=mesh, in_specs=(specs, across), out_specs=(P(), specs))
+    return state, jax.jit(step, **options)
+
+
+def vmap_step(tx, params, workers=N, axis=AXIS):
+    state, axes = jc.init_state(tx, params, workers, axis)
+    step = lambda state, grads: tx.update(grads, state, params)
+    return state, jax.jit(jax.vmap(step, in_axes=(axes, 0), out_axes=(None, axes), axis_name=axis))
 
 
 def run_shard_map(tx, params, grads, check_vma=True):
@@ -84,7 +119,7 @@ def _sharded(tx, workers, check_vma, leaves, structure):
     specs = jax.tree.unflatten(structure, leaves)
 
     def step(state, grads, params):
-        return tx.update(jax.tree.map(lambda g: g[0], grads), state, params)
+        return tx.update(at(grads), state, params)
 
     ins, outs = (specs, P(AXIS), P()), (P(), specs)
     return jax.jit(jax.shard_map(step, mesh=mesh_of(workers), in_specs=ins, out_specs=outs, check_vma=check_vma))
@@ -110,7 +145,7 @@ def _loop(step, state, grads):
     rounds = jax.tree.leaves(grads)[0].shape[0]
     directions = []
     for t in range(rounds):
-        direction, state = jax.block_until_ready(step(state, jax.tree.map(lambda g: g[t], grads)))  # noqa: B023
+        direction, state = jax.block_until_ready(step(state, at(grads, t)))
         directions.append(direction)
     return jax.tree.map(lambda *d: jnp.stack(d), *directions), state
 
@@ -266,7 +301,7 @@ def run_on_host(algorithm, params, grads, seed=0):
         exchange = HostExchange(i, board)
         for t in range(rounds):
             key = jax.random.fold_in(jax.random.fold_in(private_key, t), i)
-            mine = split(groups, jax.tree.map(lambda g: g[t, i], grads))  # noqa: B023
+            mine = split(groups, at(grads, (t, i)))
             here = Round(key, groups.groups, compressors, exchange.index, workers)
             direction, state = answered(algorithm.update(here, mine, state), exchange.answer)
             directions.append(join(groups, direction))

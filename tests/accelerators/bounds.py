@@ -1,8 +1,18 @@
-"""What a compiled case may take: lines of StableHLO, and temporary memory on an H100 and on a TPU v5e, in gradients.
+"""What a compiled case needs, and may take: lines of StableHLO, and memory on an H100 and a TPU v5e, in gradients.
 
 Measured with `python -m experiments compiled` on JAX 0.10.2 and 0.12.0.1, with a twentieth of room for lines and a
 tenth for memory. What takes less is written down here.
 """
+
+import pytest
+
+from experiments.lib.targets import lacks
+
+
+def needs(target):
+    if package := lacks(target):
+        pytest.skip(f"compiling for {target} needs the package {package}")
+
 
 BOUNDS = {
     "identity": (50, 0.1, 0.05),

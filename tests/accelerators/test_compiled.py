@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from accelerators.bounds import BOUNDS
+from accelerators.bounds import BOUNDS, needs
 from jaxprs import lost_roundings, traced
 from laws import ROWS, D
 
 import jaxcomp as jc
 from experiments.compiled import all_cases, made, padding_on
 from experiments.compiled.cases import ALGORITHMS, FORMS, ROUTES, TREE, update
-from experiments.lib.targets import compiled, described, lacks, mesh_on, shapes_on
+from experiments.lib.targets import compiled, described, mesh_on, shapes_on
 from jaxcomp.base import State, accumulate, for_worker, residual
 
 CASES = all_cases()
@@ -62,17 +62,9 @@ def variant(target, name):
 VARIANTS = [variant(target, name) for name in CASES for target in TARGETS]
 
 
-def needs(target):
-    if package := lacks(target):
-        pytest.skip(f"compiling for {target} needs the package {package}")
-
-
 @functools.cache
 def devices(target):
     return described(target)
-
-
-IMPRECISE = re.compile(r"dot_general .*|stablehlo\.convolution.*")
 
 
 def products(stable):

@@ -3,18 +3,18 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from accelerators.bounds import needs
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
-from experiments.lib.targets import described, lacks, mesh_on, shapes_on
+from experiments.lib.targets import described, mesh_on, shapes_on
 
 
 @pytest.fixture(params=["h100", "h100:2x2", "v5e:2x2"])
 def mesh(request):
-    if package := lacks(request.param):
-        pytest.skip(f"compiling for {request.param} needs the package {package}")
+    needs(request.param)
     before = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     yield mesh_on(described(request.param), {"data": 2, "model": 2})

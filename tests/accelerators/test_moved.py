@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from accelerators.bounds import needs
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
 from experiments.bench.text import TURNS, cases, codec, row_of
 from experiments.bench.trees import gpt_like, num_entries
 from experiments.lib.kernels import counted
-from experiments.lib.targets import compiled, described, donating, lacks, mesh_on, shapes_on, state_on, update_on
+from experiments.lib.targets import compiled, described, donating, mesh_on, shapes_on, state_on, update_on
 from jaxcomp.base import State, accumulate
 from jaxcomp.hlo import called, contents_of
 from jaxcomp.program import Module
@@ -38,8 +39,7 @@ MOST = {
 
 @pytest.mark.parametrize("name", MOST)
 def test_a_codec_moves_few_copies(name):
-    if package := lacks("h100"):
-        pytest.skip(f"compiling for an H100 needs the package {package}")
+    needs("h100")
     turns = next((turns for word, turns in TURNS.items() if word in name), 0)
     row = row_of(name, CASES[name], described("h100")[0], turns)
     copies, kernels, waits = MOST[name]
@@ -61,42 +61,36 @@ UNEVEN = {
 
 @pytest.mark.parametrize("name", UNEVEN)
 def test_vectors_of_any_length_are_compressed_in_little_memory_on_a_gpu(name):
-    if package := lacks("h100"):
-        pytest.skip(f"compiling for an H100 needs the package {package}")
+    needs("h100")
     make, copies, most = UNEVEN[name]
     row = row_of(name, codec("compress", make, 2**22 + 5330), described("h100")[0], 0)
     assert row["copies"] <= copies, row["largest"]
     assert row["memory"] <= most
 
 
+def sum_of(messages, compressor, sender=None):
+    """The program of a GPU that adds up so many messages of a compressor, or of `sender`, of 2^22 entries."""
+    needs("h100")
+    like, mesh = jax.ShapeDtypeStruct((2**22,), jnp.float32), mesh_on([described("h100")[0]], {"data": 1})
+    payload = lambda key: (sender or compressor).compress(key, jnp.zeros(like.shape), State())[0]
+    sent = jax.eval_shape(jax.vmap(payload), jax.random.split(jax.random.key(0), messages))
+    add = lambda sent: accumulate(compressor, like, sent, None, None)
+    mapped = jax.shard_map(add, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    return compiled(jax.jit(mapped), *shapes_on(mesh, (sent,)))
+
+
 @pytest.mark.parametrize("compressor", [jc.block_scaled("int4"), jc.dithering(7)], ids=["int4", "dithering"])
 def test_many_messages_are_added_in_one_pass_on_a_gpu(compressor):
     """64 of 4 bits an entry: 4 copies to read them, half of one to write their sum; a pass for each took 78."""
-    if package := lacks("h100"):
-        pytest.skip(f"compiling for an H100 needs the package {package}")
-    like = jax.ShapeDtypeStruct((2**22,), jnp.float32)
-    mesh = mesh_on([described("h100")[0]], {"data": 1})
-    payload = lambda key: compressor.compress(key, jnp.zeros(like.shape), State())[0]
-    messages = jax.eval_shape(jax.vmap(payload), jax.random.split(jax.random.key(0), 64))
-    add = lambda messages: accumulate(compressor, like, messages, None, None)
-    mapped = jax.shard_map(add, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    program = compiled(jax.jit(mapped), *shapes_on(mesh, (messages,)))
-    assert counted(program.text, 0).bytes / (8 * like.size) < 5
+    assert counted(sum_of(64, compressor).text, 0).bytes / (8 * 2**22) < 5
 
 
 def test_messages_that_are_not_decoded_by_entry_are_held_one_at_a_time_on_a_gpu():
     """As of a compressor of one's own, which decodes by a product and brings no sum of messages."""
-    if package := lacks("h100"):
-        pytest.skip(f"compiling for an H100 needs the package {package}")
-    like, bf16 = jax.ShapeDtypeStruct((2**22,), jnp.float32), jc.cast(jnp.bfloat16)
+    bf16 = jc.cast(jnp.bfloat16)
     product = lambda payload, shared, like: (payload.values.astype(jnp.float32).reshape(-1, 512) @ MATRIX).reshape(-1)
     own = bf16._replace(decompress=product, accumulate=None, spec=bf16.spec._replace(entrywise=False))
-    mesh = mesh_on([described("h100")[0]], {"data": 1})
-    payload = lambda key: bf16.compress(key, jnp.zeros(like.shape), State())[0]
-    messages = jax.eval_shape(jax.vmap(payload), jax.random.split(jax.random.key(0), 16))
-    add = lambda messages: accumulate(own, like, messages, None, None)
-    mapped = jax.shard_map(add, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    assert compiled(jax.jit(mapped), *shapes_on(mesh, (messages,))).memory / 4 / like.size < 1.6  # 16 at once
+    assert sum_of(16, own, sender=bf16).memory / 4 / 2**22 < 1.6  # 16 at once
 
 
 # Temporary memory of a TPU v5e, in vectors of 2^24 entries. An axis of 32 is padded to 128 lanes there: int4 held 6 and
@@ -116,8 +110,7 @@ HELD = {
 
 @pytest.mark.parametrize("name", HELD)
 def test_a_codec_holds_few_vectors_on_a_tpu(name):
-    if package := lacks("v5e:2x2"):
-        pytest.skip(f"compiling for a TPU needs the package {package}")
+    needs("v5e:2x2")
     function, args = cases(24)[name].make(mesh_on([described("v5e:2x2")[0]], {"data": 1}))
     assert compiled(function, *args).memory / 4 / 2**24 <= HELD[name]
 
@@ -245,8 +238,7 @@ def test_what_a_step_with_int4_holds_at_its_peak_on_a_gpu(name, least, most):
     [("int4", 3.8), ("int8", 4.2), ("nvfp4", 4.2), ("sign", 3.7), ("top_k", 3.0), ("top_k, 16 bits", 3.5)],
 )
 def test_a_step_with_error_feedback_moves_few_copies_on_a_gpu(name, most):
-    if package := lacks("h100"):
-        pytest.skip(f"compiling for an H100 needs the package {package}")
+    needs("h100")
     make = {"top_k": lambda: jc.top_k(0.001), "sign": jc.sign}.get(name.split(",")[0], lambda: jc.block_scaled(name))
     algorithm = jc.error_feedback(make(), memory="bfloat16" if "16 bits" in name else "float32")
     like = gpt_like(2, 1024)
@@ -267,8 +259,7 @@ def test_long_messages_cross_in_sections_on_a_gpu(layers, width):
 
 def step_on(target, algorithm, like, via="auto"):
     """One step, compiled for four devices; its state is donated."""
-    if package := lacks(target):
-        pytest.skip(f"compiling for {target} needs the package {package}")
+    needs(target)
     mesh = mesh_on(list(described(target))[:4], {"data": 4})
     tx = jc.compressed_mean(algorithm, "data", via=via)
     step, args = update_on(mesh, tx, like)
@@ -288,8 +279,7 @@ BETWEEN = {
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", BETWEEN)
 def test_a_local_step_without_an_exchange_moves_few_copies_on_a_gpu(name):
-    if package := lacks("h100"):
-        pytest.skip(f"compiling for an H100 needs the package {package}")
+    needs("h100")
     options, copies, most = BETWEEN[name]
     like, rows = equal_leaves(4, 2**20), P("data")
     mesh = mesh_on(list(described("h100")), {"data": 4})
@@ -313,8 +303,7 @@ def test_a_local_step_without_an_exchange_moves_few_copies_on_a_gpu(name):
 
 def test_no_sum_over_neighbours_is_a_tile_that_no_register_holds():
     """Running sums of 64 counts, each compared with all others, were tiles of 2^19 numbers for 256 threads."""
-    if package := lacks("h100"):
-        pytest.skip(f"compiling for an H100 needs the package {package}")
+    needs("h100")
     case = cases(29)["compress top_k"]
     function, args = case.make(mesh_on([described("h100")[0]], {"data": 1}))
     module, tiles = Module(compiled(function, *args).text), []

@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from accelerators.bounds import needs
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
@@ -51,8 +52,7 @@ def test_bytes_of_each_axis_are_those_of_the_compiled_program(target, sizes, alg
 )
 def test_the_planner_counts_what_a_gpt_on_pods_sends(text, name):
     each = pods.pods_of(text)
-    if package := targets.lacks(each.target):
-        pytest.skip(f"compiling for {each.target} needs the package {package}")
+    needs(each.target)
     row = pods.tried(each, pods.Size(2, 256, 1024, 128), name)
     assert "error" not in row
     assert (row["planned"], row["planned_ici"]) == (row["dcn"], row["ici"])

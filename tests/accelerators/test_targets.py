@@ -1,17 +1,17 @@
 """Devices that are described: which compilers are here, and what is said where they are not."""
 
 import pytest
+from accelerators.bounds import needs
 
 from experiments.lib.cli import UserError
-from experiments.lib.targets import described, lacks
+from experiments.lib.targets import described
 
 
 @pytest.mark.parametrize(
     ("name", "platform", "count"), [("h100", "gpu", 4), ("h100:2x8", "gpu", 16), ("v5e:2x2", "tpu", 4)]
 )
 def test_a_target_has_its_devices(name, platform, count):
-    if package := lacks(name):
-        pytest.skip(f"compiling for {name} needs the package {package}")
+    needs(name)
     devices = described(name)
     assert len(devices) == count
     assert {"cuda": "gpu"}.get(devices[0].platform, devices[0].platform) == platform

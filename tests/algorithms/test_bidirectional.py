@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from worlds import AXIS, heterogeneous, run_shard_map, run_vmap
+from worlds import AXIS, assert_same, heterogeneous, mesh_of, run_shard_map, run_vmap, vmap_step
 
 import jaxcomp as jc
 from jaxcomp.algorithms.bidirectional import send_down, start_down
@@ -80,8 +80,7 @@ def test_other_workers_go_on(seed):
     tx = jc.compressed_mean(jc.methods.bidirectional(jc.diana(jc.dithering(3)), DOWN), AXIS)
     _, old = run_vmap(tx, jnp.zeros(D), jnp.asarray(heterogeneous(seed, 2, N, D)))
     moved = jc.redistribute(old, jc.init_state(tx, jnp.zeros(D), 2, AXIS)[0])
-    for a, b in zip(*(jax.tree.leaves(s.shared.algorithm.down) for s in (old, moved)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(old.shared.algorithm.down, moved.shared.algorithm.down)
     mean = old.shared.algorithm.algorithm.shift
     shifts = np.reshape(moved.local.algorithm.algorithm.shift, (2, D))
     np.testing.assert_array_equal(shifts, np.broadcast_to(mean, (2, D)))
@@ -113,19 +112,16 @@ def test_arguments_are_checked(make, message):
 def test_bits_of_stacked_vectors_are_those_of_their_rows(algorithm, via):
     tree = {"w": jnp.zeros((40, 50)), "v": jnp.zeros((40, 50))}
     tx = jc.compressed_mean(jc.methods.bidirectional(algorithm, jc.natural()), "data", via=via)
-    state, axes = jc.init_state(tx, tree, 2, "data")
-    grads = jax.tree.map(lambda x: jnp.stack([x + 1, x + 1]), tree)
-    direction, state = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data")(grads, state)
+    state, step = vmap_step(tx, tree, 2)
+    direction, state = step(state, jax.tree.map(lambda x: jnp.stack([x + 1, x + 1]), tree))
     np.testing.assert_array_equal(direction["w"], 1)
     assert 9 * 4000 <= state.shared.algorithm.down.bits <= 9 * 4096 + 64
 
 
 def test_shards_of_the_workers_are_refused():
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    w = jax.device_put(jnp.ones((40, 48)), NamedSharding(mesh, P(None, "data")))
-    grad = jc.value_and_grad(
-        lambda w, x: jnp.mean(x @ w), jc.methods.bidirectional(jc.direct(jc.natural()), jc.natural())
-    )
+    w = jax.device_put(jnp.ones((40, 48)), NamedSharding(mesh_of(2), P(None, "data")))
+    algorithm = jc.methods.bidirectional(jc.direct(jc.natural()), jc.natural())
+    grad = jc.value_and_grad(lambda w, x: jnp.mean(x @ w), algorithm)
     with pytest.raises(ValueError, match=r"the state of this algorithm \(coin\) needs the whole of it"):
         grad.init(w)
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jitted import made_for, traced_for
 from variants import variants
-from worlds import run_shard_map, run_vmap
+from worlds import assert_same, at, mesh_of, run_shard_map, run_vmap, vmap_step
 
 import jaxcomp as jc
 from jaxcomp.algorithms.narrow import BLOCK, MEMORIES, Narrow, remembered_in
@@ -65,7 +65,7 @@ def of_workers(method, tx, grads):
     run = jax.vmap(lambda s, g, x: tx.update(g, s, x), (axes, 0, 0), (0, axes), axis_name=AXIS)
     found, step = [], jax.jit(run)
     for t in range(jax.tree.leaves(grads)[0].shape[0]):
-        out, state = step(state, jax.tree.map(lambda g: g[t], grads), rows)  # noqa: B023
+        out, state = step(state, at(grads, t), rows)
         found.append(out)
     return jax.tree.map(lambda *each: jnp.stack(each), *found), state
 
@@ -106,7 +106,7 @@ def on_gpu(method, memory, grads):
     first, step = for_gpu(method, memory)
     state, found = first(), []
     for t in range(jax.tree.leaves(grads)[0].shape[0]):
-        out, state = step(jax.tree.map(lambda g: g[t], grads), state)  # noqa: B023
+        out, state = step(at(grads, t), state)
         found.append(out)
     return jax.tree.map(lambda *each: jnp.stack(each), *found), state
 
@@ -114,7 +114,7 @@ def on_gpu(method, memory, grads):
 @functools.cache
 def for_gpu(method, memory):
     """What makes a first state, and a step, as a program for GPUs has them."""
-    tx, shapes = made(method, memory), jax.tree.map(lambda x: x[0], gradients(0, 1))
+    tx, shapes = made(method, memory), at(gradients(0, 1))
     with traced_for("gpu"):
         first = jax.jit(lambda: jc.init_state(tx, TREE, 2, AXIS)[0]).lower().compile()
         _, axes = jc.init_state(tx, TREE, 2, AXIS)
@@ -187,8 +187,7 @@ def test_on_gpus_a_dense_code_is_run_again_and_a_sparse_one_is_not():
 
 
 def check_first_round(fields, wide, narrow, kind):
-    for a, b in zip(*(jax.tree.leaves(each[0]) for each in (wide, narrow)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(wide[0], narrow[0])
     pairs = zip(fields_of(wide[1], fields), fields_of(narrow[1], fields), strict=True)
     largest = 0.0
     for (exact, _), (rounded, stored) in pairs:
@@ -211,11 +210,10 @@ def test_in_the_mean_nothing_is_lost(kind, seed):
     variance of at most a quarter of its square.
     """
     grads, tx = gradients(seed, 30), mean(jc.error_feedback(jc.top_k(0.1), memory=kind))
-    state, axes = jc.init_state(tx, TREE, 2, AXIS)
-    step = jax.jit(jax.vmap(lambda state, g: tx.update(g, state), (axes, 0), (None, axes), axis_name=AXIS))
+    state, step = vmap_step(tx, TREE, 2)
     sent, variance = 0.0, 0.0
     for t in range(30):
-        direction, state = step(state, jax.tree.map(lambda g: g[t], grads))  # noqa: B023
+        direction, state = step(state, at(grads, t))
         ((memory, _),) = [pair for pair in fields_of(state, ["memory"]) if pair[0].shape[-1] == 48 * 96]
         memory = np.asarray(memory, np.float64).reshape(2, -1)
         sent = sent + np.asarray(direction["w"], np.float64).ravel()
@@ -285,14 +283,13 @@ def test_short_axes_cost_no_more(kind):
 def test_the_same_bits_in_every_world(kind, seed):
     """Products of codes and scales are exact, so no compiler contracts them into another sum."""
     grads, tx = gradients(seed, 3), mean(jc.error_feedback(jc.top_k(0.1), memory=kind))
-    for a, b in zip(*(jax.tree.leaves(run(tx, TREE, grads)[0]) for run in (run_vmap, run_shard_map)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(*(run(tx, TREE, grads)[0] for run in (run_vmap, run_shard_map)))
 
 
 @pytest.mark.parametrize(("axes", "spec"), [((4,), P(AXIS)), ((2, 2), P(None, "model"))], ids=["fsdp", "tensor"])
 def test_parameters_that_are_cut(axes, spec, key):
     """Over four workers themselves, a memory of 8 bits for each of them is as large as a shard in f32."""
-    mesh = jax.make_mesh(axes, (AXIS, "model")[: len(axes)], axis_types=(AxisType.Auto,) * len(axes))
+    mesh = mesh_of(axes)
     params = {"w": jax.device_put(jax.random.normal(key, (64, 64)) / 8, NamedSharding(mesh, spec))}
     x, loss = jax.random.normal(key, (16, 64)), lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2)
     step = jc.value_and_grad(loss, jc.error_feedback(jc.dithering(127), memory="int8"), mesh, AXIS)

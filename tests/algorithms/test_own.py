@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from jax.sharding import PartitionSpec as P
-from worlds import AXIS, gradients, mesh_of, run_shard_map, run_vmap
+from worlds import AXIS, assert_close, at, gradients, mesh_of, mesh_step, run_shard_map, run_vmap
 
 import jaxcomp as jc
 from jaxcomp.base import Sum
@@ -62,19 +61,9 @@ def in_two_messages(compressor):
     return jc.Algorithm(init, update, {"compressor": "compressor"}, compressor)
 
 
-def test_a_field_without_a_role_is_refused():
-    algorithm = in_two_messages(jc.top_k(k=6))
-    wrong = (({}, r"Inner\.compressor has no role"), ({"compressor": "memories"}, "unknown role 'memories'"))
-    for roles, says in wrong:
-        with pytest.raises(ValueError, match=says):
-            jc.compressed_mean(algorithm._replace(roles=roles), None).init(jnp.zeros(50))
-
-
 def ledger_of(tx, params, grads):
-    state, specs = jc.init_state(tx, params, mesh_of(N).abstract_mesh, AXIS)  # shapes
-    step = lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s)
-    step = jax.shard_map(step, mesh=mesh_of(N), in_specs=(specs, P(AXIS)), out_specs=(P(), specs))
-    return jc.ledger(step, state, jax.tree.map(lambda g: g[0], grads)).total_bytes
+    state, step = mesh_step(tx, params, mesh_of())
+    return jc.ledger(step, state, at(grads)).total_bytes
 
 
 @pytest.mark.sampled
@@ -85,8 +74,7 @@ def test_sums_are_all_that_power_sgd_needs(run, seed):
     tx = jc.compressed_mean(rank_one(), AXIS)
     own, state = run(tx, params, grads)
     want, _ = run_vmap(jc.compressed_mean(jc.power_sgd(1, dense_below=0, min_ratio=1), AXIS), params, grads)
-    for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+    assert_close(own, want, rtol=1e-3, atol=1e-4)
     info = jc.info(state)
     assert info.lane_bytes == 4 * 2 * (9 + 7)
     assert info.sent_bytes == 2 * (N - 1) / N * 4 * 2 * (9 + 7) == ledger_of(tx, params, grads)

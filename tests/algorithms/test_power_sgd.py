@@ -6,10 +6,9 @@ import numpy as np
 import optax
 import oracles_lowrank
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from variants import variants
-from worlds import AXIS, gradients, mesh_of, run_shard_map, run_vmap
+from worlds import AXIS, gradients, mesh_of, mesh_step, run_shard_map, run_vmap
 
 import jaxcomp as jc
 from jaxcomp.algorithms.low_rank import FEW, bases_of, factored, matrix_shape, product, transposed_times
@@ -262,14 +261,10 @@ def test_ranks_follow_their_schedule_and_bytes_follow_the_ranks(seed):
     tree = {"w": jnp.zeros((40, 30))}
     grads = gradients(seed, 5, N, tree)
     tx = jc.compressed_mean(jc.power_sgd({0: 3, 2: 1, 3: 4}, start=1, dense_below=0), AXIS)
-    state, specs = jc.init_state(tx, tree, mesh_of(N), AXIS)
-    step = lambda g, s: tx.update({"w": g[0]}, s)
-    step = jax.jit(
-        jax.shard_map(step, mesh=mesh_of(N), in_specs=(P(AXIS), specs), out_specs=(P(), specs)), donate_argnums=1
-    )
+    state, step = mesh_step(tx, tree, mesh_of(), donate_argnums=0)
     total, found = np.zeros((40, 30)), []
     for g in grads["w"]:
-        direction, state = jax.block_until_ready(step(g, state))
+        direction, state = jax.block_until_ready(step(state, {"w": g}))
         total += np.asarray(direction["w"])
         rank = int(np.linalg.matrix_rank(np.asarray(direction["w"]), tol=1e-3))
         found.append((rank, int(np.ravel(jc.info(state).lane_bytes)[0]) // 4))
@@ -307,30 +302,17 @@ def test_arguments_are_checked(options, message):
 # Other workers, shards, levels
 
 
-def test_other_workers_go_on_where_the_others_were(seed):
-    tree = {"w": jnp.zeros((12, 8))}
-    tx = jc.compressed_mean(jc.power_sgd({0: 1, 1: RANK}, **SMALL), AXIS)
-    _, old = run_vmap(tx, tree, gradients(seed, 2, N, tree))
-    moved = jc.redistribute(old, jc.init_state(tx, tree, 2, AXIS)[0])
-    (before,), (after,) = (state.local.algorithm.memory for state in (old, moved))
-    np.testing.assert_allclose(np.sum(np.float64(after), 0), np.sum(np.float64(before), 0), rtol=1e-6, atol=1e-6)
-    np.testing.assert_array_equal(moved.shared.algorithm.q[0], old.shared.algorithm.q[0])
-    assert moved.shared.algorithm.rounds == 2
-
-
 def test_shards_have_factors_of_their_own_and_a_hierarchy_sums_first(seed):
     """Columns cut over "model": each device does what the oracle does with its shard. And "ici" before "dcn"."""
     tree, specs = {"w": jnp.zeros((12, 16))}, {"w": P(None, "model")}
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    mesh = mesh_of((2, 2))
     rng = np.random.default_rng(seed)
     grads = rng.standard_normal((3, 2, 12, 16)).astype(np.float32)
     tx = jc.compressed_mean(jc.power_sgd(RANK, **SMALL), "data", sharded=specs)
     state, state_specs = jc.init_state(tx, tree, mesh, "data", specs)
     step = lambda g, s: tx.update({"w": g[0]}, s)
-    step = jax.shard_map(
-        step, mesh=mesh, in_specs=(P("data", None, "model"), state_specs), out_specs=(specs, state_specs)
-    )
-    step = jax.jit(step)
+    ins, outs = (P("data", None, "model"), state_specs), (specs, state_specs)
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=ins, out_specs=outs))
     first = np.asarray(state[0].shared.algorithm.q[0], np.float64)  # [shards, m, columns, rank]
     directions = []
     for g in grads:
@@ -341,18 +323,11 @@ def test_shards_have_factors_of_their_own_and_a_hierarchy_sums_first(seed):
         want, _ = power_sgd(np.float64(grads[..., part]), first[shard].reshape(8, RANK))
         np.testing.assert_allclose(np.stack(directions)[..., part], want, rtol=1e-3, atol=1e-4)
 
-    mesh = jax.make_mesh((2, 2), ("dcn", "ici"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     levels = {"ici": jc.direct(jc.identity()), "dcn": jc.power_sgd(RANK, **SMALL)}
     tx = optax.chain(jc.compressed_mean(None, levels), optax.scale(1.0))
-    state, state_specs = jc.init_state(tx, tree, mesh, tuple(levels))
-    step = jax.shard_map(
-        lambda g, s: tx.update({"w": g[0]}, s),
-        mesh=mesh,
-        in_specs=(P(("dcn", "ici")), state_specs),
-        out_specs=(P(), state_specs),
-    )
+    state, step = mesh_step(tx, tree, mesh_of((2, 2), ("dcn", "ici")), tuple(levels), P(("dcn", "ici")))
     four = rng.standard_normal((4, 12, 16)).astype(np.float32)
     q = jax.tree.leaves(state[0][1].shared.algorithm.q)[0]
-    direction, state = jax.jit(step)(four, state)
+    direction, state = step(state, {"w": four})
     want, _ = power_sgd(np.float64(four.reshape(1, 2, 2, 12, 16).mean(2)), np.float64(q).reshape(16, RANK))
     np.testing.assert_allclose(direction["w"], want[0], rtol=1e-3, atol=1e-4)

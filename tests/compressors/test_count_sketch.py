@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from worlds import AXIS, run_shard_map
+from worlds import AXIS, run_shard_map, vmap_step
 
 import jaxcomp as jc
 from jaxcomp.algorithms.fetch_sgd import median
@@ -80,9 +80,8 @@ def test_flags_where_rows_are_long(algorithm, flag, value):
     jax.config.update(flag, value)
     try:
         tx = jc.compressed_mean(algorithm, AXIS)
-        state, axes = jc.init_state(tx, jnp.ones(3000), 2, AXIS)
-        step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))
-        step(jnp.ones((2, 3000)), state)
+        state, step = vmap_step(tx, jnp.ones(3000), 2)
+        step(state, jnp.ones((2, 3000)))
         run_shard_map(tx, jnp.ones(3000), jnp.ones((1, 2, 3000)))
     finally:
         jax.config.update(flag, before)
@@ -118,12 +117,11 @@ def test_fetch_sgd_is_its_algorithm(seed):
     n, d, k, rows, rounds = 3, 1500, 20, 5, 4
     grads = np.random.default_rng(seed).standard_t(2, (rounds, n, d)).astype(np.float32)
     tx = jc.compressed_mean(jc.fetch_sgd(k=k, sketch=0.5, rows=rows, momentum=0.8), AXIS)
-    state, axes = jc.init_state(tx, jnp.zeros(d), n, AXIS)
-    step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))
+    state, step = vmap_step(tx, jnp.zeros(d), n)
     s = matrix_of(jax.random.fold_in(jax.random.wrap_key_data(state.shared.algorithm.seed), 0), rows, 150, d)
     u = e = np.zeros((rows, 150))
     for g in grads:
-        direction, state = step(jnp.asarray(g), state)
+        direction, state = step(state, jnp.asarray(g))
         u = 0.8 * u + s @ np.float64(g.mean(0))
         e = e + u
         found = np.median([row.T @ x for row, x in zip(s, e, strict=True)], axis=0)
@@ -135,11 +133,10 @@ def test_fetch_sgd_is_its_algorithm(seed):
         np.testing.assert_allclose(direction, delta, rtol=1e-6, atol=1e-4)
     np.testing.assert_allclose(state.shared.algorithm.errors[0], e, atol=1e-3)
     assert float(jc.info(state).sent_bytes) == pytest.approx(2 * (n - 1) / n * 4 * rows * 150)
-    fewer, axes = jc.init_state(tx, jnp.zeros(d), 2, AXIS)  # sketches are equal on all workers, so they stay
-    fewer = jc.redistribute(state, fewer)
-    direction, _ = step(jnp.asarray(grads[0]), state)
-    pair = jnp.asarray(np.stack([grads[0].mean(0)] * 2))
-    again, _ = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))(pair, fewer)
+    fewer, step_of_two = vmap_step(tx, jnp.zeros(d), 2)
+    fewer = jc.redistribute(state, fewer)  # sketches are equal on all workers, so they stay
+    direction, _ = step(state, jnp.asarray(grads[0]))
+    again, _ = step_of_two(fewer, jnp.asarray(np.stack([grads[0].mean(0)] * 2)))
     np.testing.assert_allclose(again, direction, atol=1e-5)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jitted import roundtrip
-from worlds import AXIS, run_shard_map
+from worlds import AXIS, run_shard_map, vmap_step
 
 import jaxcomp as jc
 from jaxcomp.compressors.dct import backward, cosines, cut_of, dct_of_blocks, forward
@@ -94,12 +94,11 @@ def test_demo_is_its_algorithm(mean, weights, seed):
     tree = lambda g: {"b": g[..., 0], "v": g[..., :40, :40], "w": g}
     tx = jc.demo(0.1, AXIS, decay=0.9, k=k, chunk=chunk, weight_decay=0.5, mean=mean, weights=weights)
     params = tree(jnp.ones(shape))
-    state, axes = jc.init_state(tx, params, n, AXIS)
-    step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes, None), out_axes=(None, axes), axis_name=AXIS))
+    state, step = vmap_step(tx, params, n)
     shares = np.full(n, 1 / n) if weights is None else np.array(weights) / np.sum(weights)
     delta = np.zeros((n, *shape))
     for g in grads:
-        updates, state = step(tree(jnp.asarray(g)), state, params)
+        updates, state = step(state, tree(jnp.asarray(g)))
         delta = 0.9 * delta + g
         sent = np.stack([coefficients(d, chunk, k) for d in delta])
         delta -= np.stack([back(q, chunk, shape) for q in sent])

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracles_rotations as oracle
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from jitted import made_for, roundtrip
 from variants import variants
+from worlds import mesh_of, mesh_step, vmap_step
 
 import jaxcomp as jc
 from jaxcomp.base import State, accumulate
@@ -208,9 +207,8 @@ def test_rotations_of_their_own_average_the_errors_of_equal_gradients(key, seed)
 
     def error(compressor):
         tx = jc.compressed_mean(jc.direct(compressor), "data", seed=key)
-        state, axes = jc.init_state(tx, x, 10, "data")
-        step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data"))
-        mean, _ = step(workers, state)
+        state, step = vmap_step(tx, x, 10, "data")
+        mean, _ = step(state, workers)
         return float(jnp.sum(jnp.square(mean - x)) / jnp.sum(jnp.square(x)))
 
     alone, apart = error(jc.eden(1)), error(jc.eden(1, per_worker=True))
@@ -242,17 +240,11 @@ def test_messages_are_decoded_with_the_rotation_of_their_worker(name, key, seed)
 
 @pytest.mark.parametrize("via", variants(["gather", "two_shot"], {"two_shot"}))
 def test_workers_of_a_mesh_agree(via, key, seed):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     params = {"w": jnp.zeros((40, 50)), "b": jnp.zeros(7)}
     rng = np.random.default_rng(seed)
     grads = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal((4, *p.shape)), jnp.float32), params)
     tx = jc.compressed_mean(jc.error_feedback(jc.drive()), "data", via=via)
-    state, specs = jc.init_state(tx, params, mesh, "data")
-
-    def step(state, grads):
-        return tx.update(jax.tree.map(lambda g: g[0], grads), state)
-
-    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs)))
+    state, step = mesh_step(tx, params, mesh_of(4, ("data",)), "data")
     total = 0
     for _ in range(30):
         mean, state = jax.block_until_ready(step(state, grads))

@@ -140,27 +140,24 @@ def test_weights_are_worth_it_where_tails_are_heavy(key, seed):
     assert error(1.0) < 0.5 * error(0)
 
 
-@pytest.mark.parametrize("kind", ["sparse", "mostly-negative", "few-values"])
-@pytest.mark.parametrize("mode", MODES)
-def test_keys_are_exact_and_ascend_in_their_lists(mode, kind, key, seed):
-    x = vector(kind, seed)
-    payload, *_ = compressed(mode, x, key, buckets=64)
-    n = int(np.sum(payload.counts))
-    keys = np.asarray(payload.keys)
-    np.testing.assert_array_equal(np.sort(keys[:n]), np.flatnonzero(x))
-    np.testing.assert_array_equal(keys[n:], len(x))
-    for part in np.split(keys[:n], np.cumsum(payload.counts)[:-1]):
-        assert np.all(np.diff(part) > 0)
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", SAFE)
-def test_signs_never_flip_and_groups_never_mix_signs(mode, kind, key, seed):
+def test_keys_signs_and_errors_are_what_they_promise(kind, key, seed):
+    """Keys are exact and ascend in their lists; in safe modes the error is orthogonal to what is sent."""
     x = vector(kind, seed)
-    payload, x_hat, *_ = compressed(mode, x, key, buckets=64)
-    np.testing.assert_array_equal(np.sign(x_hat), np.sign(x))
-    for part in np.split(np.asarray(payload.keys)[: np.sum(payload.counts)], np.cumsum(payload.counts)[:-1]):
-        assert len(set(np.sign(x[part]))) <= (1 if mode == "recentred" else 2)
+    for mode in MODES:
+        payload, x_hat, *_ = compressed(mode, x, key, buckets=64)
+        n = int(np.sum(payload.counts))
+        keys = np.asarray(payload.keys)
+        np.testing.assert_array_equal(np.sort(keys[:n]), np.flatnonzero(x))
+        np.testing.assert_array_equal(keys[n:], len(x))
+        for part in np.split(keys[:n], np.cumsum(payload.counts)[:-1]):
+            assert np.all(np.diff(part) > 0)
+            assert len(set(np.sign(x[part]))) <= (1 if mode == "recentred" else 2)
+        if mode in SAFE:
+            np.testing.assert_array_equal(np.sign(x_hat), np.sign(x))
+            size, kept = np.sum(np.float64(x) ** 2), np.sum(x_hat**2)
+            assert np.sum((x - x_hat) ** 2) / size == pytest.approx(1 - kept / size, abs=1e-5)
+            assert kept / size >= jc.skcompress(EVERYTHING, mode=mode, buckets=64).spec.alpha(len(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -384,17 +381,6 @@ def test_messages_for_a_ladder_are_the_payload_bit_for_bit(mode, key, seed):
 # Contraction
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", SAFE)
-def test_error_is_orthogonal_to_what_is_sent(mode, kind, key, seed):
-    x = np.float64(vector(kind, seed))
-    _, x_hat, *_ = compressed(mode, np.float32(x), key, buckets=64)
-    size = np.sum(x**2)
-    assert np.sum((x - x_hat) ** 2) / size == pytest.approx(1 - np.sum(x_hat**2) / size, abs=1e-5)
-    alpha = jc.skcompress(EVERYTHING, mode=mode, buckets=64).spec.alpha(len(x))
-    assert np.sum(x_hat**2) / size >= alpha
-
-
 def test_midpoints_can_expand(key):
     """Of 600 ones and 100 thousands the ones fill a bucket that reaches up to a thousand."""
     x = np.where(np.arange(700) < 600, 1, 1000).astype(np.float32)
@@ -431,7 +417,6 @@ def test_error_feedback_converges(mode, key, seed):
     ("make", "message"),
     [
         (lambda: jc.skcompress(mode="fixed"), "mode must be one of 'quantile', 'recentred', 'paper'; got 'fixed'"),
-        (lambda: jc.skcompress(buckets=1), "buckets must be an integer in 2 .. 16384; got 1"),
         (lambda: jc.skcompress(buckets=2**15), "buckets must be an integer in 2 .. 16384; got 32768"),
         (lambda: jc.skcompress(mode="recentred", groups=1), "groups must be an integer of at least 2"),
         (lambda: jc.skcompress(mode="recentred", buckets=20), "a multiple of groups; got 20 buckets in 8 groups"),
@@ -452,14 +437,3 @@ def test_error_feedback_converges(mode, key, seed):
 def test_wrong_arguments_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_hash_functions_change_from_round_to_round(key, seed):
-    x = jnp.asarray(vector("normal", seed))
-    compressor = jc.skcompress(EVERYTHING, mode="recentred", buckets=64)
-    state = compressor.init(key, x)
-    compress = jax.jit(compressor.compress)
-    one, _ = compress(key, x, state)
-    other, _ = compress(key, x, state._replace(shared=compressor.advance(state.shared)))
-    np.testing.assert_array_equal(one.keys, other.keys)
-    assert np.mean(np.asarray(one.cells) != np.asarray(other.cells)) > 0.5

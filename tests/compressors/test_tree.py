@@ -48,16 +48,13 @@ def test_bare_array_is_compressed_whatever_its_size(key):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("lifted", [jc.per_leaf(jc.dithering(3)), jc.flat(jc.dithering(3))], ids=["per_leaf", "flat"])
-def test_leaves_do_not_share_randomness(lifted, key):
-    tree = [jnp.full(2000, 0.37), jnp.full(2000, 0.37)]
-    x_hat, _ = roundtrip(lifted, tree, key)
-    assert not np.array_equal(x_hat[0], x_hat[1])
-
-
-def test_rand_k_leaves_have_their_own_index_sets(key):
-    x_hat, _ = roundtrip(jc.per_leaf(jc.rand_k(0.1)), [jnp.ones(2000), jnp.ones(2000)], key)
-    assert not np.array_equal(x_hat[0], x_hat[1])
+@pytest.mark.parametrize("make", [jc.dithering, jc.rand_k])
+def test_leaves_do_not_share_randomness(make, key):
+    """Neither that of the worker nor that of all workers, of which sets of indices are drawn."""
+    leaf = make(3) if make is jc.dithering else make(0.1)
+    for lift in (jc.per_leaf, jc.flat):
+        x_hat, _ = roundtrip(lift(leaf), [jnp.full(2000, 0.37)] * 2, key)
+        assert not np.array_equal(x_hat[0], x_hat[1])
 
 
 def test_flat_is_one_vector_in_leaf_order(key):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from laws import ROWS
 from variants import variants
+from worlds import at
 
 import jaxcomp as jc
 from jaxcomp import backend, backend_gpu
@@ -76,33 +77,19 @@ def gradients(seed, dtype=jnp.float32, shapes=SHAPES):
     return [{name: drawn(shape) for name, shape in shapes.items()} for _ in range(2)]
 
 
-def two_rounds(
-    section,
-    monkeypatch,
-    rounds,
-    *,
-    compressor,
-    method=jc.error_feedback,
-    options=None,
-    vma=True,
-    dtype=jnp.float32,
-    shapes=SHAPES,
-    once=False,
-):
+def two_rounds(section, monkeypatch, rounds, case):
     """Directions, state and counts of two rounds, in the forms of GPUs; and how many long gathers the program has."""
-    del once
     for module in (backend, collectives):
         monkeypatch.setattr(module, "platform", lambda mesh=None: "gpu")
     monkeypatch.setattr(backend_gpu, "SECTION", section)
     monkeypatch.setattr(collectives, "ALONE_BYTES_ON_GPU", 2**16)
     mesh = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices()[:WORKERS])
-    tx = jc.compressed_mean(method(compressor()), "data", **(options or {}))
-    params = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
-    state, specs = jc.init_state(tx, params, mesh, "data")
-    update = lambda g, state: tx.update(jax.tree.map(lambda x: x[0], g), state)
-    mapped = jax.shard_map(
-        update, mesh=mesh, in_specs=(jax.P("data"), specs), out_specs=(jax.P(), specs), check_vma=vma
-    )
+    algorithm = case.get("method", jc.error_feedback)(case["compressor"]())
+    tx = jc.compressed_mean(algorithm, "data", **case.get("options", {}))
+    state, specs = jc.init_state(tx, jax.tree.map(jnp.zeros_like, at(rounds[0])), mesh, "data")
+    update, check = lambda g, state: tx.update(at(g), state), case.get("vma", True)
+    ins, outs = (jax.P("data"), specs), (jax.P(), specs)
+    mapped = jax.shard_map(update, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=check)
     rounds, found = [jax.device_put(grads, jax.NamedSharding(mesh, jax.P("data"))) for grads in rounds], []
     lowered = jax.jit(mapped).lower(rounds[0], state)
     sizes = [int(size) for size in re.findall(r"all_gather.*tensor<1x(\d+)xui\d+>\) ->", lowered.as_text())]
@@ -122,8 +109,8 @@ KEPT |= {"rotated, so that each entry takes a whole block"}
 def test_directions_are_those_of_whole_messages(name, monkeypatch, seed):
     case = CASES[name]
     rounds = gradients(seed, **{option: case[option] for option in ("dtype", "shapes") if option in case})
-    whole, whole_bytes, one = two_rounds(2**60, monkeypatch, rounds, **case)
-    parted, parted_bytes, several = two_rounds(2**15, monkeypatch, rounds, **case)
+    whole, whole_bytes, one = two_rounds(2**60, monkeypatch, rounds, case)
+    parted, parted_bytes, several = two_rounds(2**15, monkeypatch, rounds, case)
     for x, y in zip(whole, parted, strict=True):
         np.testing.assert_array_equal(x, y)
     assert whole_bytes == parted_bytes

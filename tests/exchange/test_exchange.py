@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from laws import ROWS, D
 from variants import variants
-from worlds import AXIS, mesh_of
+from worlds import AXIS, at, mesh_of, vmap_step
 
 import jaxcomp as jc
 from jaxcomp.arrays import like_of, wide_like
@@ -69,9 +69,8 @@ def everywhere(compressor, via, weights, like, key, seed):
         each = zip(parcels, arrived, here.compressors, strict=True)
         return tuple(_mean(parcel, one, way, compressor) for parcel, one, compressor in each)
 
-    sharded = jax.shard_map(
-        lambda p, s: worker(jax.tree.map(lambda a: a[0], p), s), mesh=mesh_of(N), in_specs=(P(AXIS), P()), out_specs=P()
-    )
+    own = lambda payloads, shared: worker(at(payloads), shared)
+    sharded = jax.shard_map(own, mesh=mesh_of(), in_specs=(P(AXIS), P()), out_specs=P())
     arrived = [from_leaves(groups, jc.wire.decode(jc.wire.encode(as_leaves(groups, each)))) for each in payloads]
     want = jax.tree.map(lambda *x: np.average(np.float64(x), axis=0, weights=weights), *decoded)
     given = None if weights is None else np.float32(weights)
@@ -190,7 +189,6 @@ def test_the_mean_of_equal_rows_is_that_row(workers):
     tx = jc.compressed_mean(jc.direct(jc.top_k(1.0)), "data", via="gather")
     largest = float(jnp.finfo(jnp.float32).max) if workers != 3 else 3.0
     x = jnp.asarray([largest, -largest, 1.5, 0.0])
-    state, axes = jc.init_state(tx, x, workers, "data")
-    step = jax.vmap(lambda s, g: tx.update(g, s), in_axes=(axes, 0), out_axes=(None, axes), axis_name="data")
-    mean, _ = jax.jit(step)(state, jnp.tile(x, (workers, 1)))
+    state, step = vmap_step(tx, x, workers)
+    mean, _ = step(state, jnp.tile(x, (workers, 1)))
     np.testing.assert_allclose(mean, x, rtol=0 if workers != 3 else 1e-6)

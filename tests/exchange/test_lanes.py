@@ -7,7 +7,7 @@ import pytest
 import route_worlds as rw
 from jax.sharding import PartitionSpec as P
 from route_worlds import LIKES, messages, uneven
-from worlds import AXIS, mesh_of
+from worlds import AXIS, assert_same, at, mesh_of
 
 from jaxcomp import backend_cpu
 from jaxcomp.compressors.dense import cast, identity, natural
@@ -72,7 +72,7 @@ def test_everything_arrives(long, alone, on_a_mesh, seed, monkeypatch):
     both = lambda x: (lanes.gather_tree(x, AXIS), lanes.all_to_all(x, AXIS)[0])
     if on_a_mesh:
         rows_of = lambda tree: jax.tree.map(lambda x: x[None], tree)
-        one = lambda tree: (lambda rows, parts: (rows, rows_of(parts)))(*both(jax.tree.map(lambda x: x[0], tree)))
+        one = lambda tree: (lambda rows, parts: (rows, rows_of(parts)))(*both(at(tree)))
         run = jax.jit(jax.shard_map(one, mesh=mesh_of(N), in_specs=P(AXIS), out_specs=(P(), P(AXIS))))
     else:
         run = jax.jit(jax.vmap(both, axis_name=AXIS, out_axes=(None, 0)))
@@ -100,12 +100,12 @@ def test_shapes_that_fill_tiles_of_tpus_change_no_value(on_a_mesh, seed, monkeyp
         monkeypatch.setattr(collectives, "platform", lambda: form)
         if not on_a_mesh:
             return jax.jit(jax.vmap(every, axis_name=AXIS, out_axes=((None, None), 0)))(given, rows)
-        first, every_row = (lambda tree: jax.tree.map(lambda x: x[0], tree)), (lambda x: x[None])
-        one = lambda *trees: (lambda same, own: (same, jax.tree.map(every_row, own)))(*every(*map(first, trees)))
+        every_row = lambda x: x[None]
+        one = lambda *trees: (lambda same, own: (same, jax.tree.map(every_row, own)))(*every(*at(trees)))
         step = jax.shard_map(one, mesh=mesh_of(N), in_specs=P(AXIS), out_specs=(P(), P(AXIS)))
         return jax.jit(step)(given, rows)
 
-    jax.tree.map(np.testing.assert_array_equal, run("tpu"), run("cpu"))
+    assert_same(run("tpu"), run("cpu"))
 
 
 def test_bytes_of_a_sum_on_tpus_are_those_of_whole_tiles(monkeypatch):
@@ -131,18 +131,15 @@ def test_small_arrays_are_summed_as_one(seed, monkeypatch):
     shapes = {"a": (3, 4), "empty": (0, 2), "scalar": (), "long": (10, 12), "b": (7,)}
     given = {name: jnp.asarray(rng.integers(0, 99, (2, 2, *shape)), jnp.float32) for name, shape in shapes.items()}
     given["count"] = jnp.arange(8).reshape(2, 2, 2)
-    mesh = jax.make_mesh(
-        (2, 2), (AXIS, "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]
-    )
 
     def mine(tree, b):
-        tree = jax.tree.map(lambda x: x[0, 0], tree) | {"b": b[0]}
+        tree = at(tree, (0, 0)) | {"b": b[0]}
         return dict(zip(tree, collectives.sum_arrays(list(tree.values()), AXIS), strict=True))
 
     sharded = P(AXIS, "model")
     run = jax.shard_map(
         lambda tree, b: jax.tree.map(lambda x: x[None], mine(tree, b)) | {"b": mine(tree, b)["b"]},
-        mesh=mesh,
+        mesh=mesh_of((2, 2)),
         in_specs=(sharded, P(AXIS)),
         out_specs={name: P("model") for name in given} | {"b": P()},
     )
@@ -172,9 +169,6 @@ def test_long_sums_are_added_in_turn(seed, monkeypatch, processes):
     given["x1"] = given["x1"].at[0, 0, 0].set(jnp.nan).at[0, 1, 0].set(-jnp.inf)
     given["x3"] = given["x3"].at[0, 0, 0].set(jnp.inf)
     given |= {"x4": given["x4"].astype(jnp.int32), "x5": given["x5"][..., :0]}
-    mesh = jax.make_mesh(
-        (2, 2), (AXIS, "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]
-    )
     alike = P(AXIS, None)  # x6 differs over the workers alone, after others that differ over both axes
 
     def run(tree):
@@ -185,7 +179,7 @@ def test_long_sums_are_added_in_turn(seed, monkeypatch, processes):
     ins = {name: alike if name == "x6" else P(AXIS, "model") for name in given}
     outs = {name: P() if name == "x6" else P("model") for name in given}
     given["x6"] = jnp.broadcast_to(given["x6"][:, :1], given["x6"].shape)
-    program = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(ins,), out_specs=outs)).lower(given).compile()
+    program = jax.jit(jax.shard_map(run, mesh=mesh_of((2, 2)), in_specs=(ins,), out_specs=outs)).lower(given).compile()
     assert len(ledger(program).rows) >= 4
     assert program.memory_analysis().temp_size_in_bytes < 5 * 4 * size  # all eight at once are 8
     out = program(given)
@@ -238,9 +232,9 @@ def counted(via, compressor, like, given, world, **options):
 
     mesh, way, spec = {
         "mesh": (mesh_of(N), Way(AXIS, N), P(AXIS)),
-        "replicas": (rw.grid("replica"), Way(AXIS, N, replicas=("replica",)), P(AXIS)),
+        "replicas": (mesh_of((2, 2), (AXIS, "replica")), Way(AXIS, N, replicas=("replica",)), P(AXIS)),
     }[world]
-    program = jax.jit(jax.shard_map(lambda x: step(rw.first(x), way), mesh=mesh, in_specs=spec, out_specs=P()))
+    program = jax.jit(jax.shard_map(lambda x: step(at(x), way), mesh=mesh, in_specs=spec, out_specs=P()))
     return ledger(program, given).total_bytes, said[0]
 
 
@@ -289,7 +283,7 @@ def test_a_bucket_does_not_wait_for_the_others(seed):
     ways = {}
     for buckets in (False, True):
         way = Way(AXIS, N, buckets=buckets)
-        step = lambda x: rw.send("gather", natural(), LIKES["small"], rw.first(x), way).mean  # noqa: B023
+        step = lambda x: rw.send("gather", natural(), LIKES["small"], at(x), way).mean  # noqa: B023
         program = jax.jit(jax.shard_map(step, mesh=mesh_of(N), in_specs=P(AXIS), out_specs=P()))
         ways[buckets] = len([row for row in ledger(program, given).rows if row.op == "all-gather"])
     assert ways == {False: 1, True: 3}

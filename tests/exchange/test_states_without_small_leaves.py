@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
 
@@ -58,26 +56,3 @@ def test_a_round_of_each_without_small_leaves():
         fewer, _ = jc.init_state(chained[0], params, 3, "data")
     new = jc.redistribute(pairs[0][0], fewer)  # memories of other workers, laid out alike
     assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, fewer)
-
-
-def test_orbax_keeps_states(tmp_path):
-    """Of `compressed_mean` in an optimizer, and of `value_and_grad`, on four devices."""
-    ocp = pytest.importorskip("orbax.checkpoint")
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    whole = NamedSharding(mesh, P())
-    params = {name: jax.device_put(jnp.ones(x.shape, x.dtype), whole) for name, x in LARGE.items()}
-    x = jax.device_put(jnp.ones((4, 40)), NamedSharding(mesh, P("data")))
-    grad_fn = jc.value_and_grad(lambda p, x: jnp.mean((x @ p["a"] @ p["b"].T) ** 2), ALGORITHMS["error feedback"])
-    tx = jc.compressed_mean(ALGORITHMS["diana"], "data")
-    made = lambda: {"grad_fn": grad_fn.init(params), "tx": jc.init_state(tx, params, mesh, "data")[0]}
-    states = made()
-    states["grad_fn"] = jax.jit(grad_fn)(params, states["grad_fn"], x)[2]
-    with ocp.StandardCheckpointer() as keeper:
-        keeper.save(tmp_path / "state", states)
-        keeper.wait_until_finished()
-        back = keeper.restore(tmp_path / "state", made())
-    assert jax.tree.structure(back) == jax.tree.structure(states)
-    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(states), strict=True):
-        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
-        data = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (a, b)]
-        np.testing.assert_array_equal(*data)

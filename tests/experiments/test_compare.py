@@ -111,7 +111,7 @@ def test_resume_refuses_other_options(tmp_path):
 def test_help_lists_every_option():
     result = run("compare", "--help")
     assert result.returncode == 0
-    for option in ("--data-dir", "--alpha", "--seeds", "--resume", "--workers", "sidco: threshold by SIDCo-E"):
+    for option in ("--data-dir", "--alpha", "--seeds", "--resume", "(default: ", "sidco: threshold by SIDCo-E"):
         assert option in result.stdout
     assert "compare" in run("--help").stdout
 
@@ -120,7 +120,7 @@ def test_help_lists_every_option():
 # Data
 
 
-@pytest.mark.parametrize("alpha", [None, 0.1, 1.0])
+@pytest.mark.parametrize("alpha", [None, 0.1])
 @pytest.mark.parametrize("workers", [1, 7])
 def test_split_gives_each_example_to_one_worker(alpha, workers, seed):
     labels = np.random.default_rng(seed).integers(0, 10, 500)

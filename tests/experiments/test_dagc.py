@@ -1,15 +1,14 @@
 """The dagc experiment and the benchmark of exchanges, on tiny settings; the generators of unequal workers."""
 
 import json
-import subprocess
-import sys
+import os
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import oracles_dagc as oracle
 import pytest
-from programs import ROOT, run_to
+from programs import run_inside, run_to
 
 from experiments.dagc import against_uniform, interval, one, rule_in, shown
 from experiments.dagc.tasks import Task, factor_for, heterogeneous_quadratics, runner
@@ -124,19 +123,9 @@ def test_exchanges_between_processes_send_what_the_program_says():
     assert float(rows[2][3]) <= 1.05
 
 
-def test_shaped_links_need_root(tmp_path):
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import os; os.geteuid = lambda: 1000\nfrom experiments.__main__ import main\n"
-            "main(['bench', 'exchange', '--mbit', '100'])",
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def test_shaped_links_need_root(monkeypatch, capsys):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    result = run_inside(capsys, "bench", "exchange", "--mbit", 100)
     assert (result.returncode, result.stderr) == (
         2,
         "error: a network laboratory needs root and the commands ip and tc\n",

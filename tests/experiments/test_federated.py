@@ -132,24 +132,6 @@ def test_whatever_a_reply_holds_the_round_goes_on_and_it_is_counted(record, erro
     assert server.close().used == 0
 
 
-def test_a_repetition_under_a_valid_round_is_refused_and_named_whoever_sends_it():
-    server = Server(np.zeros(D), {"a": 1, "b": 1}, 0.5)
-    rounds = FlowerRounds(server, lambda grid: {7: "a", 8: "b"})
-    task = server.open({"a"})["a"]
-    member = Member()
-    answer = member.answer(task, member.take(task) - 1)
-    rounds._take("a", reply_of(answer._asdict()))
-    assert server.close().used == 1
-    before = server.point
-    server.open({"a", "b"})
-    for name in "ab":
-        rounds._take(name, reply_of(answer._replace(round=2)._asdict()))
-    happened = server.close()
-    assert happened.refused == [(name, REPEATED) for name in "ab"]
-    assert (happened.used, server.counts["b"]) == (0, {"replay": 1})
-    np.testing.assert_array_equal(server.point, before)
-
-
 def test_a_round_asks_whom_choose_names_among_those_there(monkeypatch):
     server, asked = Server(np.zeros(D), dict.fromkeys("abc", 1), 0.5), []
     here = lambda grid: {1: "a", 3: "c"} if server.number < 2 else {1: "a", 2: "b", 3: "c"}

@@ -119,19 +119,9 @@ def test_each_client_has_a_row_with_its_bytes_and_hostile_ones_why_they_were_ref
     names = ["0: 1,200", "1: 30", "2: 7"]
     assert curves == {"8 bytes an entry": (names, [1.6, 0, 0]), "message": (names, [1, 0, 0])}
     head, _, *rows = (tmp_path / "clients.md").read_text().split("\n\n")[1].splitlines()
-    names = (
-        "client",
-        "samples",
-        "ratio",
-        "entries",
-        "bytes",
-        "bytes an entry",
-        "largest",
-        "starts",
-        "its answers",
-        "refused",
+    assert head == (
+        "| client | samples | ratio | entries | bytes | bytes an entry | largest | starts | its answers | refused |"
     )
-    assert head == f"| {' | '.join(names)} |"
     assert rows == [
         "| 0 | 1,200 | 0.02000 | 200 | 1,000 | 5.00 | 1,500 | 2 | lost 1, used 3 | - |",
         "| 1 | 30 | - | - | - | - | 40,000 | 1 | used 1 | - |",

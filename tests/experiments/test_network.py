@@ -328,23 +328,9 @@ def test_rounds_end_with_the_last_worker():
 @pytest.mark.slow
 def test_the_experiment(tmp_path):
     options = ["--workers", 2, "--size", 120_000, "--rates", "20mbit", "none", "--rounds", 3]
-    options += ["--methods", "psum-f32", "psum-bf16", "sidco", "--train-methods", "psum-f32"]
-    result = run_to(
-        0,
-        "network",
-        *options,
-        "--train-seeds",
-        0,
-        1,
-        "--target",
-        2,
-        "--steps",
-        30,
-        "--model",
-        "mlp",
-        "--runs",
-        tmp_path,
-    )
+    options += ["--methods", "psum-f32", "psum-bf16", "sidco", "--train-methods", "psum-f32", "--train-seeds", 0, 1]
+    options += ["--target", 2, "--steps", 30, "--model", "mlp", "--runs", tmp_path]
+    result = run_to(0, "network", *options)
     folder = tmp_path / "network-1"
     kept = json.loads((folder / "results.json").read_text())
     rows = {(row["method"], row["rate"]): row for row in kept["exchange"]}

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from variants import variants
-from worlds import AXIS, PARAMS, fsum, gradients, mesh_of
+from worlds import AXIS, PARAMS, at, fsum, gradients, mesh_of, vmap_step
 
 import jaxcomp as jc
 from jaxcomp.exchange import rearrange
@@ -31,9 +31,7 @@ DEEP = ("dcn", "ici", "model")
 
 
 def mesh_like(**sizes):
-    count = int(np.prod(list(sizes.values())))
-    kinds = (AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=jax.devices()[:count])
+    return mesh_of(tuple(sizes.values()), tuple(sizes))
 
 
 def made(tx, mesh, axis, specs=None, seed=None):
@@ -82,9 +80,9 @@ def pending(state, specs):
 
 def one_more_step(tx, mesh, axis, state, where, specs, seed):
     workers = [name for name in mesh.axis_names if name != "model"]
-    grads = jax.tree.map(lambda g: g[0], gradients(seed, 1, int(np.prod([mesh.shape[name] for name in workers]))))
+    grads = at(gradients(seed, 1, int(np.prod([mesh.shape[name] for name in workers]))))
     across = jax.tree.map(lambda spec: P(tuple(workers), *spec), specs)
-    step = lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s)
+    step = lambda s, g: tx.update(at(g), s)
     step = jax.shard_map(step, mesh=mesh, in_specs=(where, across), out_specs=(specs, where))
     return jax.block_until_ready(jax.jit(step)(state, grads))
 
@@ -383,7 +381,7 @@ def test_shapes_of_a_state_elsewhere(kind):
     params = PARAMS | {"s": 1.0}
     specs = MODEL | {"s": P()}
     tx = jc.compressed_mean(axis_name=LEVELS, sharded=specs)
-    mesh = jax.make_mesh((2, 1, 2), DEEP, axis_types=(kind,) * 3)
+    mesh = mesh_of((2, 1, 2), DEEP, kind)
     state, where = jc.init_state(tx, params, mesh, LEVELS, specs)
     with jax.set_mesh(jax.make_mesh((2,), ("dcn",), devices=jax.devices()[:2])):
         shapes, again = jc.init_state(tx, params, jax.sharding.AbstractMesh((2, 1, 2), DEEP), LEVELS, specs)
@@ -443,19 +441,10 @@ def test_second_shots_of_other_shards_are_refused():
 def test_a_step_is_compiled_once_for_what_was_redistributed(seed):
     """Under vmap new states are bound to no device, and so is what becomes of them."""
     tx = jc.compressed_mean(jc.error_feedback(jc.top_k(0.1)), AXIS)
-    states = [jc.init_state(tx, jnp.zeros(300), n, AXIS) for n in (4, 3)]
-    traced = []
-
-    def update(state, grads):
-        traced.append(grads)
-        return tx.update(grads, state)
-
-    axes = states[0][1]
-    step = jax.jit(jax.vmap(update, in_axes=(axes, 0), out_axes=(None, axes), axis_name=AXIS))
+    state, step = vmap_step(tx, jnp.zeros(300), 4)
     grads = jnp.asarray(np.random.default_rng(seed).standard_normal((4, 300)), jnp.float32)
-    _, old = step(states[0][0], grads)
-    new = jc.redistribute(old, states[1][0])
+    _, old = step(state, grads)
+    new = jc.redistribute(old, jc.init_state(tx, jnp.zeros(300), 3, AXIS)[0])
     for _ in range(3):
         _, new = step(new, grads[:3])
     assert step._cache_size() == 2  # one for four workers, one for three
-    assert len(traced) == 2

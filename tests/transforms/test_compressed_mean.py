@@ -7,29 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from variants import variants
-from worlds import AXIS, mesh_of, run_pmap, run_shard_map, run_vmap
+from worlds import AXIS, PARAMS, N, assert_close, at, gradients, mesh_of, mesh_step, run_pmap, run_shard_map, run_vmap
 
 import jaxcomp as jc
 
-N = 4
-PARAMS = {"b": jnp.zeros(5), "w": jnp.zeros((40, 30))}
 EF = jc.error_feedback(jc.top_k(0.05))
 SIDCO, REDSYNC = jc.sidco(0.1), jc.contrib.redsync(0.1)
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-
-def gradients(seed, rounds=3, params=PARAMS, workers=N):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal((rounds, workers, *p.shape)), p.dtype), params)
-
-
-def assert_close(a, b):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 WRAPPERS = {
@@ -38,7 +25,6 @@ WRAPPERS = {
     "inject": lambda mean: optax.inject_hyperparams(lambda learning_rate: optax.chain(mean, optax.sgd(learning_rate)))(
         learning_rate=0.1
     ),
-    "masked": lambda mean: optax.chain(optax.masked(mean, {"b": False, "w": True}), optax.sgd(0.1)),
     "multi_steps": lambda mean: optax.MultiSteps(optax.chain(mean, optax.sgd(0.1)), 2),
     "apply_if_finite": lambda mean: optax.chain(mean, optax.apply_if_finite(optax.adam(0.1), 3)),
     "partition": lambda mean: optax.partition(
@@ -52,9 +38,10 @@ WRAPPERS = {
 def test_optax_wrappers_in_every_world(name, seed):
     tx = WRAPPERS[name](jc.compressed_mean(EF, AXIS))
     grads = gradients(seed, rounds=4)
-    if name in ("masked", "partition"):  # what is not compressed is not averaged either: give it equal gradients
+    # What is not compressed is not averaged either: it gets equal gradients, and is typed as differing between workers.
+    unchecked = name == "partition"
+    if unchecked:
         grads["b"] = jnp.broadcast_to(grads["b"][:, :1], grads["b"].shape)
-    unchecked = name in ("masked", "partition")  # and then it is typed as differing between workers
     sharded, state = run_shard_map(tx, PARAMS, grads, check_vma=not unchecked)
     simulated, _ = run_vmap(tx, PARAMS, grads) if not unchecked else run_pmap(tx, PARAMS, grads)
     assert_close(sharded, simulated)
@@ -71,7 +58,7 @@ def test_multi_steps_behind_the_mean_accumulates_what_is_equal_on_all(run, seed)
     mean = jc.compressed_mean(EF, AXIS)
     directions, state = run(optax.chain(mean, optax.MultiSteps(optax.sgd(1.0), 2)), PARAMS, grads)
     plain, _ = run(mean, PARAMS, grads)
-    assert_close(jax.tree.map(lambda d: d[1], directions), jax.tree.map(lambda d: -d.mean(0), plain))
+    assert_close(at(directions, 1), jax.tree.map(lambda d: -d.mean(0), plain))
     assert jax.tree.map(jnp.shape, state[1].acc_grads) == jax.tree.map(jnp.shape, PARAMS)
     again = jc.redistribute(state, state)
     np.testing.assert_array_equal(again[1].mini_step, state[1].mini_step)
@@ -96,7 +83,7 @@ def test_multi_steps_accumulates_the_gradients_of_each_worker(seed):
     grads = gradients(seed, rounds=2)
     tx = optax.MultiSteps(optax.chain(jc.compressed_mean(jc.direct(jc.identity()), AXIS), optax.sgd(1.0)), 2)
     directions, _ = run_shard_map(tx, PARAMS, grads)
-    assert_close(jax.tree.map(lambda d: d[1], directions), jax.tree.map(lambda g: -g.mean((0, 1)), grads))
+    assert_close(at(directions, 1), jax.tree.map(lambda g: -g.mean((0, 1)), grads))
 
 
 def test_whole_training_in_one_scan_inside_shard_map(seed):
@@ -113,7 +100,7 @@ def test_whole_training_in_one_scan_inside_shard_map(seed):
         return params, errors[None]
 
     specs = (P(), P(None, AXIS))
-    fn = jax.jit(jax.shard_map(train, mesh=mesh_of(N), in_specs=specs, out_specs=(P(), P(AXIS))))
+    fn = jax.jit(jax.shard_map(train, mesh=mesh_of(), in_specs=specs, out_specs=(P(), P(AXIS))))
     params, errors = fn(PARAMS, grads)
     stepwise, _ = run_shard_map(tx, PARAMS, grads)
     assert_close(params, jax.tree.map(lambda d: d.sum(0), stepwise))
@@ -130,30 +117,20 @@ def test_one_worker_and_a_hundred(workers, seed):
     if workers == 1:
         assert_close(run_shard_map(tx, PARAMS, grads)[0], directions)
         alone = jc.compressed_mean(jc.direct(jc.identity()), None)
-        direction, _ = jax.jit(alone.update)(jax.tree.map(lambda g: g[0, 0], grads), alone.init(PARAMS))
-        assert_close(direction, jax.tree.map(lambda d: d[0], directions))
+        assert_close(jax.jit(alone.update)(at(grads, (0, 0)), alone.init(PARAMS))[0], at(directions))
 
 
-def test_donated_buffers(seed):
+def test_donated_buffers_of_a_step_that_is_compiled_once(seed):
     tx = optax.chain(jc.compressed_mean(jc.diana(jc.rand_k(0.1)), AXIS), optax.adam(1e-2))
-    mesh = mesh_of(N)
-    state, specs = jc.init_state(tx, PARAMS, mesh, AXIS)
-    step = jax.jit(
-        jax.shard_map(
-            lambda s, g, p: tx.update(jax.tree.map(lambda x: x[0], g), s, p),
-            mesh=mesh,
-            in_specs=(specs, P(AXIS), P()),
-            out_specs=(P(), specs),
-        ),
-        donate_argnums=0,
-    )
+    state, step = mesh_step(tx, PARAMS, mesh_of(), donate_argnums=0)
     grads = gradients(seed)
     for t in range(3):
         old = state
-        updates, state = jax.block_until_ready(step(state, jax.tree.map(lambda g: g[t], grads), PARAMS))  # noqa: B023
+        updates, state = jax.block_until_ready(step(state, at(grads, t)))
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old[0].local.algorithm))
+    assert step._cache_size() == 1
     want, _ = run_shard_map(tx, PARAMS, grads)
-    assert_close(updates, jax.tree.map(lambda d: d[-1], want))
+    assert_close(updates, at(want, -1))
 
 
 @pytest.mark.sampled
@@ -242,25 +219,6 @@ def test_overflow_is_counted(seed):
     assert int(jc.info(state).overflow) == 200 - 100
 
 
-def test_no_retrace_over_steps(seed):
-    traces = 0
-    tx = optax.chain(jc.compressed_mean(jc.diana(jc.rand_k(0.1)), AXIS), optax.adam(1e-2))
-    mesh = mesh_of(N)
-    state, specs = jc.init_state(tx, PARAMS, mesh, AXIS)
-
-    def step(state, grads, params):
-        nonlocal traces
-        traces += 1
-        return tx.update(jax.tree.map(lambda g: g[0], grads), state, params)
-
-    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, P(AXIS), P()), out_specs=(P(), specs)))
-    grads = gradients(seed, rounds=4)
-    for t in range(4):
-        _, state = jax.block_until_ready(step(state, jax.tree.map(lambda g: g[t], grads), PARAMS))  # noqa: B023
-    assert traces == 1
-    assert step._cache_size() == 1
-
-
 def test_rounds_can_be_replayed(seed):
     """The same count and key give the same draw; the next round another."""
     tx = jc.compressed_mean(jc.direct(jc.dithering(3)), None, seed=7)
@@ -284,61 +242,39 @@ def test_workers_draw_independently(seed):
     assert np.var(mean) < np.var(alone) / 25
 
 
-def test_init_outside_under_an_ambient_mesh(seed):
+def test_init_outside_under_an_ambient_mesh():
     """tx.init outside of shard_map makes one row for each worker of the mesh in use."""
     tx = optax.chain(jc.compressed_mean(EF, AXIS), optax.sgd(0.1))
-    mesh = mesh_of(N)
-    grads = gradients(seed)
-    with jax.set_mesh(mesh):
+    want, specs = jc.init_state(tx, PARAMS, mesh_of(), AXIS)
+    with jax.set_mesh(mesh_of()):
         state = tx.init(PARAMS)
-        specs = jc.state_specs(state, AXIS)
-        step = jax.jit(
-            jax.shard_map(
-                lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s),
-                in_specs=(specs, P(AXIS)),
-                out_specs=(P(), specs),
-            )
-        )
-        directions = []
-        for t in range(3):
-            d, state = jax.block_until_ready(step(state, jax.tree.map(lambda g: g[t], grads)))  # noqa: B023
-            directions.append(d)
-    assert get_abstract_mesh().empty
-    assert_close(directions[-1], jax.tree.map(lambda d: d[-1], run_shard_map(tx, PARAMS, grads)[0]))
-    assert jc.state.by_leaf(state[0], state[0].local.algorithm.memory)["w"].shape == (N, 40, 30)
+        assert jc.state_specs(state, AXIS) == specs
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    assert jax.tree.structure(state) == jax.tree.structure(want)
 
 
 def test_axes_of_two_names(seed):
-    mesh = jax.make_mesh((2, 2), ("dcn", "ici"), axis_types=(AxisType.Auto,) * 2)
     axes = ("dcn", "ici")
-    tx = jc.compressed_mean(jc.error_feedback(jc.top_k(0.05)), axes)
-    state, specs = jc.init_state(tx, PARAMS, mesh, axes)
-    step = jax.shard_map(
-        lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s),
-        mesh=mesh,
-        in_specs=(specs, P(axes)),
-        out_specs=(P(), specs),
-    )
+    state, step = mesh_step(jc.compressed_mean(EF, axes), PARAMS, mesh_of((2, 2), axes), axes, P(axes))
     grads = gradients(seed, rounds=1)
-    direction, _ = jax.jit(step)(state, jax.tree.map(lambda g: g[0], grads))
     want, _ = run_vmap(jc.compressed_mean(EF, AXIS), PARAMS, grads)
-    assert_close(direction, jax.tree.map(lambda w: w[0], want))
+    assert_close(step(state, at(grads))[0], at(want))
 
 
 def test_gradients_that_were_summed_already_are_reported():
     tx = jc.compressed_mean(EF, AXIS)
-    mesh = mesh_of(N)
-    state, specs = jc.init_state(tx, PARAMS, mesh, AXIS)
+    state, specs = jc.init_state(tx, PARAMS, mesh_of(), AXIS)
 
     def step(params, state, x, mine):
         loss = lambda p: jnp.sum(p["w"]) * x[0] + jnp.sum(p["b"]) * x[0]
         return tx.update(jax.grad(loss)(mine(params)), state)
 
     def run(mine):
-        fn = jax.shard_map(
-            lambda p, s, x: step(p, s, x, mine), mesh=mesh, in_specs=(P(), specs, P(AXIS)), out_specs=(P(), specs)
-        )
-        return jax.jit(fn)(PARAMS, state, jnp.arange(4.0))[0]
+        one, ins = lambda *args: step(*args, mine), (P(), specs, P(AXIS))
+        fn = jax.jit(jax.shard_map(one, mesh=mesh_of(), in_specs=ins, out_specs=(P(), specs)))
+        return fn(PARAMS, state, jnp.arange(4.0))[0]
 
     # 0 + 1 + 2 + 3 = 6 would not be a mean at all.
     with pytest.raises(ValueError, match=r"jc\.per_worker\(params"):
@@ -408,7 +344,7 @@ def test_shared_randomness_is_new_every_round(name, tree):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("scale", variants([1e-30, 1e-19, 1.0, 1e18, 1e30], {1e-30, 1e30}))
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_relative_error_is_free_of_scale(scale, seed):
     x = np.random.default_rng(seed).standard_normal(500)
     g = jnp.asarray(scale * x, jnp.float32)
@@ -452,13 +388,12 @@ def test_vmap_inside_shard_map(compressor, seed):
     """Several models in one program: the axis of vmap is not that of the workers."""
     make = jc.diana if compressor.spec.omega is not None else jc.error_feedback
     tx = jc.compressed_mean(make(compressor), AXIS)
-    mesh = mesh_of(N)
     grads = jnp.asarray(np.random.default_rng(seed).standard_normal((N, 2, 50)), jnp.float32)
 
     def step(g):
         return jax.vmap(lambda g: tx.update(g, tx.init(g))[0])(g[0])
 
-    directions = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P(AXIS), out_specs=P()))(grads)
+    directions = jax.jit(jax.shard_map(step, mesh=mesh_of(), in_specs=P(AXIS), out_specs=P()))(grads)
     for i in range(2):
         want, _ = run_vmap(tx, jnp.zeros(50), grads[None, :, i])
         assert np.isclose(directions[i], want[0], rtol=1e-5, atol=1e-6).mean() > 0.95

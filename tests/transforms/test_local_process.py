@@ -10,6 +10,7 @@ import optax
 import pytest
 from local_worlds import PARAMS, Board, random_gradients, vmap_steps
 from variants import variants
+from worlds import assert_same, at
 
 import jaxcomp as jc
 from jaxcomp.exchange.agreement import GREETING
@@ -29,11 +30,11 @@ ALGORITHMS = {
 @pytest.mark.parametrize("name", variants(ALGORITHMS, {"top_k"}))
 def test_an_exchange_beside_the_steps_is_the_one_that_waits(name, seed):
     size, times = 3, {"every": 4, "fragments": 2, "delay": 2, "mixing": 0.5}
-    grads = jax.tree.map(lambda g: g[:, :size], random_gradients(seed, 11))
+    grads = at(random_gradients(seed, 11), np.s_[:, :size])
     algorithm = ALGORITHMS[name]
     tx = jc.local_updates(INNER, OUTER, algorithm, "data", via="gather", **times)
     want, state = vmap_steps(tx, PARAMS, grads)
-    board, found = Board(size), {}
+    board = Board(size)
     make = lambda board, i: jc.local_process(INNER, OUTER, algorithm, board.gather(i), i, size, **times)
     workers = [make(board, i) for i in range(size)]
     points = [worker.start(PARAMS) for worker in workers]
@@ -41,12 +42,10 @@ def test_an_exchange_beside_the_steps_is_the_one_that_waits(name, seed):
     # begun shows that exchanges run beside them.
     for t in range(11):
         for i, worker in enumerate(workers):
-            points[i] = worker.step(jax.tree.map(lambda g: g[t, i], grads), points[i])  # noqa: B023
+            points[i] = worker.step(at(grads, (t, i)), points[i])
         if t == 4:  # while a difference is on its way: others go on from what these remember
             kept, board = [worker.state() for worker in workers], Board(size)
-            workers = [
-                jc.local_process(INNER, OUTER, algorithm, board.gather(i), i, size, **times) for i in range(size)
-            ]
+            workers = [make(board, i) for i in range(size)]
             for worker, state_then in zip(workers, kept, strict=True):
                 worker.start(PARAMS)
                 worker.restore(state_then)
@@ -55,14 +54,13 @@ def test_an_exchange_beside_the_steps_is_the_one_that_waits(name, seed):
             np.testing.assert_array_equal(np.stack([p[key] for p in points]), want[t][key])
     for worker in workers:
         worker.close()
-        jax.tree.map(np.testing.assert_array_equal, worker.point, jax.tree.map(np.asarray, state.point))
-        found[worker.sent_bytes] = worker.waited
-    assert all(sent > 0 for sent in found)
+        assert_same(worker.point, state.point)
+        assert worker.sent_bytes > 0
 
 
 @pytest.mark.parametrize("name", variants(ALGORITHMS, {"sparse_loco"}))
 def test_exchanges_are_compiled_once(name, seed, caplog):
-    grads = jax.tree.map(lambda g: g[0, 0], random_gradients(seed, 1))
+    grads = at(random_gradients(seed, 1), (0, 0))
     made = jc.local_process(INNER, OUTER, ALGORITHMS[name], lambda m: [m] * 2, 0, 2, every=2, fragments=2, delay=1)
     with made as worker:
         own = worker.start(PARAMS)
@@ -77,23 +75,26 @@ def test_exchanges_are_compiled_once(name, seed, caplog):
     assert "Compiling" not in caplog.text
 
 
-def test_errors_name_what_is_wrong():
-    make = lambda **more: jc.local_process(INNER, OUTER, ALGORITHMS["top_k"], list, 0, 1, **{"every": 2, **more})
-    with pytest.raises(ValueError, match="local_process: every must be"):
-        make(every=0)
+BAD = [
+    ({"every": 0}, "local_process: every must be"),
+    ({"index": 2, "size": 2}, "index must be in 0"),
+    ({"index": 0.5}, r"index must be an integer of at least 0; got 0\.5"),
+    ({"code": "nope"}, "code must be one of fixed, elias, best; got 'nope'"),
+    ({"algorithm": "dagc", "size": 2}, "size must be 3, as many as the compressor has weights; got 2"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "said"), BAD, ids=[said for _, said in BAD])
+def test_errors_name_what_is_wrong(wrong, said):
+    given = {"algorithm": "top_k", "gather": list, "index": 0, "size": 1, "every": 2, **wrong}
+    algorithm = (ALGORITHMS | WEIGHTED)[given.pop("algorithm")]
+    with pytest.raises(ValueError, match=said):
+        jc.local_process(INNER, OUTER, algorithm, **given)
+
+
+def test_a_step_comes_after_the_start():
     with pytest.raises(ValueError, match=r"call start\(params\) before the first step"):
-        make().step(PARAMS, PARAMS)
-    with pytest.raises(ValueError, match="index must be in 0"):
-        jc.local_process(INNER, OUTER, ALGORITHMS["top_k"], list, 2, 2, every=2)
-    with pytest.raises(ValueError, match="code must be one of fixed, elias, best; got 'nope'"):
-        make(code="nope")
-    with pytest.raises(ValueError, match=r"index must be an integer of at least 0; got 0\.5"):
-        jc.local_process(INNER, OUTER, ALGORITHMS["top_k"], list, 0.5, 2, every=2)
-    with make(every=1) as worker:
-        worker.start(PARAMS)
-        worker._link._gather = lambda message: []
-        with pytest.raises(ValueError, match="gather must return the bytes of all 1 workers"):
-            worker.step(PARAMS, PARAMS)
+        jc.local_process(INNER, OUTER, ALGORITHMS["top_k"], list, 0, 1, every=2).step(PARAMS, PARAMS)
 
 
 def after_steps(algorithm, params, grads, inner=INNER, outer=OUTER, **times):
@@ -105,7 +106,7 @@ def after_steps(algorithm, params, grads, inner=INNER, outer=OUTER, **times):
         with jc.local_process(inner, outer, algorithm, board.gather(i), i, size, **times) as worker:
             own = worker.start(params)
             for t in range(steps):
-                own = worker.step(jax.tree.map(lambda g: g[t, i], grads), own)  # noqa: B023
+                own = worker.step(at(grads, (t, i)), own)
             return worker.point, own
 
     with concurrent.futures.ThreadPoolExecutor(size) as pool:
@@ -123,18 +124,13 @@ WEIGHTED = {
 
 @pytest.mark.parametrize("name", variants(WEIGHTED, {"dagc"}))
 def test_weights_that_a_compressor_brings_are_those_of_the_mean(name, seed):
-    grads = jax.tree.map(lambda g: g[:, :3], random_gradients(seed, 4))
+    grads = at(random_gradients(seed, 4), np.s_[:, :3])
     tx = jc.local_updates(INNER, OUTER, WEIGHTED[name], "data", via="concat", every=2)
     want, state = vmap_steps(tx, PARAMS, grads)
     points, own = after_steps(WEIGHTED[name], PARAMS, grads, every=2)
     for key in PARAMS:
         np.testing.assert_allclose(own[key], want[-1][key], rtol=1e-5, atol=1e-7)
         np.testing.assert_allclose(points[key][0], np.asarray(state.point[key]), rtol=1e-5, atol=1e-7)
-
-
-def test_weights_are_for_as_many_workers_as_there_are():
-    with pytest.raises(ValueError, match="size must be 3, as many as the compressor has weights; got 2"):
-        jc.local_process(INNER, OUTER, WEIGHTED["dagc"], list, 0, 2, every=2)
 
 
 def test_parameters_of_16_bits_follow_small_steps():

@@ -4,15 +4,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import local_worlds
 import numpy as np
 import optax
 import oracles_local as oracle
 import pytest
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from local_worlds import PARAMS, one_worker, random_gradients, vmap_steps
+from local_worlds import PARAMS, mesh_step, one_worker, random_gradients, stacked, vmap_steps
 from variants import variants
-from worlds import fsum
+from worlds import assert_close, assert_same, at, fsum, mesh_of, vmap_step
 
 import jaxcomp as jc
 from jaxcomp import backend
@@ -44,25 +44,24 @@ def like(tree, x):
     )
 
 
-def train(tx, curvature, target, steps, workers=N, observe=lambda params, state: (), at=lambda t: None):
-    """Points of all workers after each step, the state, and what `observe` sees of each step. at: what step t says."""
-    state, axes = jc.init_state(tx, PARAMS, workers, "data")
-    params = jax.tree.map(lambda p: jnp.stack([p] * workers), PARAMS)
+def train(tx, curvature, target, steps, number=lambda t: None):
+    """Points of all workers after each step, and the state. number: what step t says."""
+    state, axes = jc.init_state(tx, PARAMS, N, "data")
+    params = stacked(PARAMS, N)
 
-    def one(at, params, state, curvature, target):
+    def one(number, params, state, curvature, target):
         grads = jax.tree.map(lambda p, a, b: a * (p - b), params, like(PARAMS, curvature), like(PARAMS, target))
-        updates, state = tx.update(grads, state, params, at=at)
+        updates, state = tx.update(grads, state, params, at=number)
         return optax.apply_updates(params, updates), state
 
     in_axes, out_axes = (0, axes, 0, 0), (0, axes)
-    mapped = lambda at, *args: jax.vmap(functools.partial(one, at), in_axes, out_axes, "data")(*args)
+    mapped = lambda number, *args: jax.vmap(functools.partial(one, number), in_axes, out_axes, "data")(*args)
     step = jax.jit(mapped, static_argnums=0)
-    points, seen = [], []
+    points = []
     for t in range(1, steps + 1):
-        params, state = step(at(t), params, state, curvature, target)
-        points.append(np.stack([flat(jax.tree.map(lambda p: p[i], params)) for i in range(workers)]))  # noqa: B023
-        seen.append(observe(params, state))
-    return np.stack(points), state, seen
+        params, state = step(number(t), params, state, curvature, target)
+        points.append(np.stack([flat(at(params, i)) for i in range(N)]))
+    return np.stack(points), state
 
 
 # ------------------------------------------------------------------------------------------------
@@ -94,7 +93,7 @@ def test_it_is_the_method_of_the_oracle(case, seed):
         mixing=mixing,
     )
     steps = 2 * every + delay + 3
-    got, state, _ = train(tx, curvature, target, steps)
+    got, state = train(tx, curvature, target, steps)
     want, centre = oracle.local_updates(
         flat(PARAMS),
         lambda i, t, x: curvature[i].astype(np.float64) * (x - target[i]),
@@ -118,9 +117,8 @@ def test_a_step_that_says_its_number_needs_no_conditional(delay, seed):
     tx = jc.local_updates(
         optax.sgd(0.05), optax.sgd(0.7, momentum=0.9), FULL, "data", every=2, fragments=2, delay=delay, mixing=0.5
     )
-    (want, state, _), (got, same, _) = (
-        train(tx, *worlds(seed), 7, at=at) for at in (lambda t: None, lambda t: t if t <= 4 else 3 + (t - 1) % 2)
-    )
+    want, state = train(tx, *worlds(seed), 7)
+    got, same = train(tx, *worlds(seed), 7, lambda t: t if t <= 4 else 3 + (t - 1) % 2)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
     assert int(state.count) == int(same.count) == 7
     assert jax.tree.structure(state) == jax.tree.structure(same)
@@ -149,38 +147,20 @@ def test_the_loops_of_gpus_give_what_conditionals_do_to_the_bit(case, mapped, se
     options = {"every": 3} | IN_LOOPS[case]
     grads = random_gradients(seed, 7)
     grads["b"] = grads["b"].at[1, 2, 3].set(jnp.nan)
-    mesh, found = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,)), []
-    only_if, loops = backend.only_if, []  # of int4 nothing else is one
+    found, loops = [], []  # of int4 nothing else is one
+    only_if = backend.only_if
     monkeypatch.setattr(backend, "only_if", lambda *args: loops.append(form) or only_if(*args))
     for form in ("cpu", "gpu"):
         for module in (backend, collectives):
             monkeypatch.setattr(module, "platform", lambda mesh=None, form=form: form)
         algorithm, outer = jc.error_feedback(jc.block_scaled("int4")), optax.sgd(0.7, momentum=0.9)
         tx = jc.local_updates(optax.adamw(0.1), outer, algorithm, "data", **options)
-        state, specs = jc.init_state(tx, PARAMS, 4 if mapped == "vmap" else mesh, "data")
-
-        def step(own, state, grads, tx=tx):
-            updates, state = tx.update(grads, state, own)
-            return optax.apply_updates(own, updates), state
-
-        def at_one(own, state, grads, step=step):
-            own, grads = (jax.tree.map(lambda x: x[0], tree) for tree in (own, grads))
-            own, state = step(own, state, grads)
-            return jax.tree.map(lambda x: x[None], own), state
-
-        if mapped == "vmap":
-            run = jax.vmap(step, (0, specs, 0), (0, specs), "data")
-        else:
-            run = jax.shard_map(at_one, mesh=mesh, in_specs=(P("data"), specs, P("data")), out_specs=(P("data"), specs))
-        run, own = jax.jit(run, donate_argnums=(0, 1)), jax.tree.map(lambda p: jnp.stack([p] * 4), PARAMS)
-        if mapped == "shard_map":
-            own = jax.device_put(own, NamedSharding(mesh, P("data")))
+        own, state, run = (local_worlds.vmap_step if mapped == "vmap" else mesh_step)(tx, donate_argnums=(0, 1))
         for t in range(7):
-            own, state = run(own, state, jax.tree.map(lambda g: g[t], grads))  # noqa: B023
+            own, state = run(own, state, at(grads, t))
             found.append(jax.tree.map(np.asarray, (own, state)))
     assert set(loops) == {"gpu"}
-    for a, b in zip(found[:7], found[7:], strict=True):
-        jax.tree.map(np.testing.assert_array_equal, a, b)
+    assert_same(found[:7], found[7:])
 
 
 def test_fragments_are_even_and_none_is_empty():
@@ -208,29 +188,13 @@ def test_every_fragment_is_merged_once_in_every_round():
 
 
 def shard_map_steps(tx, params, grads):
-    """Points after each of the steps, each worker's own, and the state: as a user writes it."""
-    mesh, across = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,)), P("data")
-    state, specs = jc.init_state(tx, params, mesh, "data")
-    own = jax.tree.map(lambda p: jnp.stack([p] * 4), params)
-
-    def step(own, state, grads):
-        mine, g = jax.tree.map(lambda x: x[0], (own, grads))
-        updates, state = tx.update(g, state, mine)
-        return jax.tree.map(lambda p: p[None], optax.apply_updates(mine, updates)), state
-
-    step = jax.shard_map(step, mesh=mesh, in_specs=(across, specs, across), out_specs=(across, specs))
-    step = jax.jit(step, donate_argnums=(0, 1))
+    """Points after each of the steps, each worker's own, and the state."""
+    own, state, step = mesh_step(tx, params, donate_argnums=(0, 1))
     points = []
-    own = jax.device_put(own, NamedSharding(mesh, across))
     for t in range(jax.tree.leaves(grads)[0].shape[0]):
-        own, state = jax.block_until_ready(step(own, state, jax.tree.map(lambda g: g[t], grads)))  # noqa: B023
+        own, state = jax.block_until_ready(step(own, state, at(grads, t)))
         points.append(jax.tree.map(np.asarray, own))
     return points, state
-
-
-def assert_same(a, b):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
 ALGORITHMS = {"top_k": jc.error_feedback(jc.flat(jc.top_k(k=4))), "diana": jc.diana(jc.flat(jc.dithering(7)))}
@@ -242,7 +206,7 @@ def test_with_one_step_a_round_it_is_the_compressed_mean_to_the_bit(name, seed):
     outer = optax.chain(optax.trace(0.5, nesterov=True), optax.scale(-0.25))  # whose products are exact in any program
     local, state = vmap_steps(jc.local_updates(optax.sgd(1.0), outer, algorithm, "data", every=1), PARAMS, grads)
     plain, _ = vmap_steps(optax.chain(jc.compressed_mean(algorithm, "data"), outer), PARAMS, grads, plain=True)
-    assert_same(local, [jax.tree.map(lambda p: np.stack([p] * 4), points) for points in plain])
+    assert_same(local, [stacked(points) for points in plain])
     assert_same(state.point, plain[-1])
 
 
@@ -263,9 +227,8 @@ def test_vmap_and_shard_map_agree_to_the_bit_and_workers_meet_at_the_shared_poin
 def test_one_worker_is_the_inner_optimizer(seed):
     """Its difference with itself leads to where it is, up to one rounding."""
     tx = jc.local_updates(optax.adam(0.01), optax.sgd(1.0), FULL, None, every=3)
-    grads = jax.tree.map(lambda g: g[:, 0], random_gradients(seed, 7))
-    point, _, want = one_worker(tx, optax.adam(0.01), grads)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), point, want)
+    point, _, want = one_worker(tx, optax.adam(0.01), at(random_gradients(seed, 7), np.s_[:, 0]))
+    assert_close(point, want, rtol=1e-6, atol=1e-7)
 
 
 def test_updates_reach_their_target(seed):
@@ -289,11 +252,7 @@ def test_a_delay_is_the_same_as_a_snapshot_that_waits(seed):
     got, _ = vmap_steps(tx, PARAMS, grads)
     root, parts = jax.random.key(0), fragments_of(PARAMS, number)
     means = [jc.compressed_mean(algorithm, "data", seed=jax.random.fold_in(root, p)) for p in range(number)]
-    made = [jc.init_state(mean, cut(PARAMS, each), 4, "data") for mean, each in zip(means, parts, strict=True)]
-    exchange = [
-        jax.jit(jax.vmap(mean.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data"))
-        for mean, (_, axes) in zip(means, made, strict=True)
-    ]
+    made = [vmap_step(mean, cut(PARAMS, each)) for mean, each in zip(means, parts, strict=True)]
     states, outers = [state for state, _ in made], [outer.init(cut(PARAMS, each)) for each in parts]
     point, own, sent = PARAMS, jax.tree.map(lambda p: np.stack([p] * 4), PARAMS), {}
     rows = lambda tree: jax.tree.map(lambda x: x[None], tree)
@@ -303,7 +262,7 @@ def test_a_delay_is_the_same_as_a_snapshot_that_waits(seed):
         for p, each in enumerate(parts):
             if times.takes(p, t):
                 difference = jax.tree.map(lambda a, b: a - b, rows(cut(point, each)), cut(own, each))
-                sent[p], states[p] = exchange[p](difference, states[p])
+                sent[p], states[p] = made[p][1](states[p], difference)
             if times.merges(p, t) and p in sent:
                 step, outers[p] = outer.update(sent.pop(p), outers[p])
                 new = jax.tree.leaves(optax.apply_updates(cut(point, each), step))
@@ -323,23 +282,15 @@ def test_the_exchange_stands_in_a_branch_and_steps_without_one_send_nothing(seed
     tx = jc.local_updates(
         optax.sgd(0.125), optax.sgd(1.0), jc.error_feedback(jc.flat(jc.top_k(k=4))), "data", every=3, fragments=2
     )
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    state, specs = jc.init_state(tx, PARAMS, mesh, "data")
-    own = jax.device_put(jax.tree.map(lambda p: jnp.stack([p] * 4), PARAMS), NamedSharding(mesh, P("data")))
-
-    def step(own, state):
-        mine = jax.tree.map(lambda x: x[0], own)
-        updates, state = tx.update(jax.tree.map(lambda p: 0.1 * p, mine), state, mine)
-        return jax.tree.map(lambda p: p[None], optax.apply_updates(mine, updates)), state
-
-    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P("data"), specs)))
-    rows = [row for row in jc.ledger(step, own, state).rows if row.sent_bytes]
+    own, state, step = mesh_step(tx)
+    grads = lambda own: jax.tree.map(lambda p: 0.1 * p, own)
+    rows = [row for row in jc.ledger(step, own, state, grads(own)).rows if row.sent_bytes]
     assert rows
     assert all(row.branch for row in rows)
     assert sum(row.sent_bytes for row in rows) == 2 * 3 * 4 * (4 + 4)  # two fragments, three others, four pairs
     sent = []
     for _ in range(6):
-        own, state = jax.block_until_ready(step(own, state))
+        own, state = jax.block_until_ready(step(own, state, grads(own)))
         sent.append(float(jc.info(state).sent_bytes))
     assert sent == [96.0, 0, 96, 96, 0, 96]
     assert [int(mean.shared.count) for mean in state.means] == [2, 2]
@@ -428,26 +379,16 @@ LEVELS = {"ici": jc.direct(jc.cast("bfloat16")), "dcn": jc.error_feedback(jc.top
 
 def test_a_hierarchy_exchanges_gradients_inside_a_group_and_differences_across(seed):
     """Two groups of two devices: the same as two workers with the mean gradients of their groups."""
-    mesh = jax.make_mesh((2, 2), ("dcn", "ici"), axis_types=(AxisType.Auto,) * 2)
     grads = jax.tree.map(lambda g: jnp.round(g * 4) / 4, random_gradients(seed, 6))
     tx = jc.local_updates(optax.sgd(0.125), optax.sgd(0.5, momentum=0.5), axis_name=LEVELS, every=3)
-    state, specs = jc.init_state(tx, PARAMS, mesh, LEVELS)
-    own = jax.tree.map(lambda p: jnp.stack([p] * 2), PARAMS)
-    across = P(("dcn", "ici"))
-
-    def step(own, state, grads):
-        mine, g = jax.tree.map(lambda x: x[0], (own, grads))
-        updates, state = tx.update(g, state, mine)
-        return jax.tree.map(lambda p: p[None], optax.apply_updates(mine, updates)), state
-
-    step = jax.shard_map(step, mesh=mesh, in_specs=(P("dcn"), specs, across), out_specs=(P("dcn"), specs))
-    step = jax.jit(step)
+    mesh = mesh_of((2, 2), ("dcn", "ici"))
+    own, state, step = mesh_step(tx, PARAMS, mesh, LEVELS, P("dcn"), P(("dcn", "ici")))
     root = jax.random.fold_in(jax.random.key(0), 1)
     outer = jc.local_updates(optax.sgd(0.125), optax.sgd(0.5, momentum=0.5), LEVELS["dcn"], "dcn", every=3, seed=root)
     of_pairs = jax.tree.map(lambda g: g.reshape(len(g), 2, 2, *g.shape[2:]).mean(2), grads)
     for t, pair in enumerate(vmap_steps(outer, PARAMS, of_pairs, axis="dcn")[0]):
-        own, state = jax.block_until_ready(step(own, state, jax.tree.map(lambda g: g[t], grads)))  # noqa: B023
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), own, pair)
+        own, state = jax.block_until_ready(step(own, state, at(grads, t)))
+        assert_close(own, pair, rtol=1e-6)
     assert jc.info(state).sent_bytes > 0
 
 
@@ -456,61 +397,52 @@ CUT = {"a": P(None, "model"), "b": P(), "c": P("model")}
 
 def test_sharded_parameters_exchange_their_shards(seed):
     """Each device steps and exchanges its own shard; the same as two workers with each half alone."""
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    grads = jax.tree.map(lambda g: g[:, :2], random_gradients(seed, 5))
-    outer = optax.sgd(0.5, momentum=0.5)
+    grads, outer = at(random_gradients(seed, 5), np.s_[:, :2]), optax.sgd(0.5, momentum=0.5)
     tx = jc.local_updates(optax.adam(0.01), outer, FULL, "data", every=2, delay=1, sharded=CUT)
-    state, specs = jc.init_state(tx, PARAMS, mesh, "data", CUT)
     rows = {name: P("data", *spec) for name, spec in CUT.items()}
-    own = {name: jax.device_put(jnp.stack([p] * 2), NamedSharding(mesh, rows[name])) for name, p in PARAMS.items()}
-
-    def step(own, state, grads):
-        mine, g = jax.tree.map(lambda x: x[0], (own, grads))
-        updates, state = tx.update(g, state, mine)
-        return jax.tree.map(lambda p: p[None], optax.apply_updates(mine, updates)), state
-
-    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(rows, specs, rows), out_specs=(rows, specs)))
+    own, state, step = mesh_step(tx, PARAMS, mesh_of((2, 2)), rows=rows, specs=CUT)
     pairs, plain = vmap_steps(jc.local_updates(optax.adam(0.01), outer, FULL, "data", every=2, delay=1), PARAMS, grads)
     for t, pair in enumerate(pairs):
-        own, state = jax.block_until_ready(step(own, state, jax.tree.map(lambda g: g[t], grads)))  # noqa: B023
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), own, pair)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.point, plain.point)
+        own, state = jax.block_until_ready(step(own, state, at(grads, t)))
+        assert_close(own, pair)
+    assert_close(state.point, plain.point)
     # Four shards in place of two, on the same devices: differences on their way are cut anew.
-    wide = jax.make_mesh((1, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    new, _ = jc.init_state(tx, PARAMS, wide, "data", CUT)
+    new, _ = jc.init_state(tx, PARAMS, mesh_of((1, 4)), "data", CUT)
     moved = jc.redistribute(state, new)
     assert_same(state.point, moved.point)
     pending = lambda state: np.asarray(state.own.local.pending[0]["c"])
     np.testing.assert_array_equal(pending(moved)[0], pending(state).sum(0))
 
 
-def test_errors_name_what_is_wrong():
-    with pytest.raises(ValueError, match=r"every must be an integer of at least 1; got 0"):
-        jc.local_updates(optax.sgd(1.0), optax.sgd(1.0), FULL, "data", every=0)
-    with pytest.raises(ValueError, match=r"fragments must be an integer in 1 \.\. every = 2; got 3"):
-        jc.local_updates(optax.sgd(1.0), optax.sgd(1.0), FULL, "data", every=2, fragments=3)
-    with pytest.raises(ValueError, match=r"delay must be an integer in 0 \.\. every - 1 = 1; got 2"):
-        jc.local_updates(optax.sgd(1.0), optax.sgd(1.0), FULL, "data", every=2, delay=2)
-    with pytest.raises(ValueError, match=r"mixing must be in \[0, 1\); got 1"):
-        jc.local_updates(optax.sgd(1.0), optax.sgd(1.0), FULL, "data", every=2, mixing=1)
-    with pytest.raises(TypeError, match="local_updates needs an algorithm; got the compressor"):
-        jc.local_updates(optax.sgd(1.0), optax.sgd(1.0), jc.top_k(0.1), "data", every=2)
-    with pytest.raises(TypeError, match="axis_name must be given"):
-        jc.local_updates(optax.sgd(1.0), optax.sgd(1.0), FULL, every=2)
-    tx = jc.local_updates(optax.sgd(1.0), optax.sgd(1.0), FULL, "data", every=2)
-    w = jnp.zeros(3)
-    with pytest.raises(ValueError, match="no axis named 'data' is bound here"):
-        tx.update(w, tx.init(w), w)
-    alone = jc.local_updates(optax.sgd(1.0), optax.sgd(1.0), FULL, None, every=2)
-    with pytest.raises(ValueError, match="update needs params"):
-        alone.update(w, alone.init(w))
-    with pytest.raises(ValueError, match="expected a LocalUpdatesState"):
-        alone.update(w, (), w)
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    state, specs = jc.init_state(tx, w, mesh, "data")
+def updates(**options):
+    given = {"algorithm": FULL, "axis_name": "data", "every": 2, **options}
+    return jc.local_updates(optax.sgd(1.0), optax.sgd(1.0), **given)
+
+
+def on_equal_parameters():
+    tx, w = updates(), jnp.zeros(3)
+    state, specs = jc.init_state(tx, w, mesh_of(), "data")
     step = lambda state, w: tx.update(jc.per_worker(w, "data"), state, w)
-    with pytest.raises(ValueError, match="typed as equal on all workers of axis 'data'"):
-        jax.shard_map(step, mesh=mesh, in_specs=(specs, P()), out_specs=(P(), specs))(state, w)
+    jax.shard_map(step, mesh=mesh_of(), in_specs=(specs, P()), out_specs=(P(), specs))(state, w)
+
+
+W, ALONE = jnp.zeros(3), updates(axis_name=None)
+BAD = [
+    (lambda: updates(every=0), r"every must be an integer of at least 1; got 0"),
+    (lambda: updates(fragments=3), r"fragments must be an integer in 1 \.\. every = 2; got 3"),
+    (lambda: updates(delay=2), r"delay must be an integer in 0 \.\. every - 1 = 1; got 2"),
+    (lambda: updates(mixing=1), r"mixing must be in \[0, 1\); got 1"),
+    (lambda: updates(algorithm=jc.top_k(0.1)), "local_updates needs an algorithm; got the compressor"),
+    (lambda: ALONE.update(W, ALONE.init(W)), "update needs params"),
+    (lambda: ALONE.update(W, (), W), "expected a LocalUpdatesState"),
+    (on_equal_parameters, "typed as equal on all workers of axis 'data'"),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), BAD, ids=[said for _, said in BAD])
+def test_errors_name_what_is_wrong(call, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        call()
 
 
 @pytest.mark.parametrize("dtype", variants(["bfloat16", "float16"], {"bfloat16"}))

@@ -10,6 +10,7 @@ import pytest
 from jax.lax import with_sharding_constraint as constrained
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from worlds import assert_close, assert_same
 
 import jaxcomp as jc
 
@@ -55,11 +56,11 @@ def test_the_axis_of_the_workers_has_length_one_in_the_loss(loss):
             found.append(step(w, state, x, mask, **key)[:2])
             rows = jc.ledger(step, w, state, x, mask, **key).rows
             books.append([(row.op, row.shape, row.axes(mesh)) for row in rows])
-        jax.tree.map(np.testing.assert_array_equal, *found)
+        assert_same(*found)
         assert books[0] == books[1]
         if loss is not drawn:
             want = jax.jit(jax.value_and_grad(loss))(w, x, mask)
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found[0], want)
+            assert_close(found[0], want, atol=1e-5)
 
 
 def test_local_steps_take_such_a_loss():
@@ -77,7 +78,7 @@ def test_local_steps_take_such_a_loss():
             for _ in range(2):
                 _, own_params, state = step(own_params, state, x)
             found.append(own_params)
-    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert_same(*found)
 
 
 def outs(w, x, mask):
@@ -107,8 +108,8 @@ def test_where_that_cannot_be_one_sentence_has_the_cure(kinds, given, loss, cure
             jax.jit(grad_fn)(w, state, x, mask)
         if kinds == EXPLICIT:
             grad_fn = jc.value_and_grad(loss, DENSE)
-            found, want = jax.jit(grad_fn)(w, state, x, mask)[:2], jax.value_and_grad(loss)(w, x, mask)
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, want)
+            want = jax.value_and_grad(loss)(w, x, mask)
+            assert_close(jax.jit(grad_fn)(w, state, x, mask)[:2], want, atol=1e-5)
 
 
 @pytest.mark.parametrize("lookup", [True, False])

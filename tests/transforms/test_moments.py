@@ -11,8 +11,9 @@ import oracles_local as oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from local_worlds import PARAMS, Board, one_worker, random_gradients, vmap_steps
+from local_worlds import PARAMS, Board, mesh_step, one_worker, random_gradients, stacked, vmap_steps
 from variants import variants
+from worlds import assert_close, assert_same, at, mesh_of, vmap_step
 
 import jaxcomp as jc
 from jaxcomp.state.moments import LocalMomentsState
@@ -35,13 +36,15 @@ def moment(state, name):
     return jax.tree.map(lambda x: np.asarray(x)[:, 0], getattr(state.own.local.inner[0], name))
 
 
-def assert_same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 def assert_equal_rows(tree):
     for leaf in jax.tree.leaves(tree):
         np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
+
+
+def by_hand():
+    """The state and step of the mean of the first moment, in two bits; the shared moment and those of the workers."""
+    mean = jc.compressed_mean(TWO_BITS, "data", seed=jax.random.fold_in(jax.random.key(0), 2**30))
+    return *vmap_step(mean, PARAMS), *(jax.tree.map(np.zeros_like, tree) for tree in (PARAMS, stacked(PARAMS)))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -64,21 +67,10 @@ def test_it_is_the_method_of_the_oracle(case, seed):
     tx = jc.local_updates(inner, optax.sgd(1.0), FULL, "data", every=3, moments=periods)
     got, state = vmap_steps(tx, {"w": MATRIX}, grads)
     given = np.asarray(grads["w"], np.float64).reshape(13, N, -1)
-    want = oracle.des_loc(
-        MATRIX.reshape(-1),
-        lambda i, t, x: given[t - 1, i],
-        [reference() for _ in range(N)],
-        every=3,
-        periods=periods,
-        steps=13,
-    )
-    apart = oracle.des_loc(
-        MATRIX.reshape(-1),
-        lambda i, t, x: given[t - 1, i],
-        [reference() for _ in range(N)],
-        every=3,
-        periods={},
-        steps=13,
+    gradient = lambda i, t, x: given[t - 1, i]
+    want, apart = (
+        oracle.des_loc(MATRIX.ravel(), gradient, [reference() for _ in range(N)], every=3, periods=each, steps=13)
+        for each in (periods, {})
     )
     got = np.stack([each["w"].reshape(N, -1) for each in got])
     np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-4)
@@ -93,7 +85,7 @@ def test_moments_are_equal_after_an_averaging_and_differ_after_a_step(seed):
     assert_equal_rows(points[-1])
     for name in periods:
         assert_equal_rows(moment(state, name))
-        assert_same(jax.tree.map(lambda x: x[0], moment(state, name)), state.moments[name].point)
+        assert_same(at(moment(state, name)), state.moments[name].point)
     _, later = adam_steps(FULL, random_gradients(seed, 5), moments=periods)
     assert not np.array_equal(moment(later, "mu")["c"][0], moment(later, "mu")["c"][1])
     _, plain = adam_steps(FULL, random_gradients(seed, 4))
@@ -111,15 +103,11 @@ def test_what_crosses_is_the_compressed_difference_to_the_shared_moment(apart, s
         optax.sgd(0.0, momentum=0.5), optax.sgd(1.0), algorithm, "data", every=9, moments={"trace": 3}, **given
     )
     _, state = vmap_steps(tx, PARAMS, grads)
-    mean = jc.compressed_mean(TWO_BITS, "data", seed=jax.random.fold_in(jax.random.key(0), 2**30))
-    memory, axes = jc.init_state(mean, PARAMS, N, "data")
-    exchange = jax.jit(jax.vmap(mean.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data"))
-    point = jax.tree.map(np.zeros_like, PARAMS)
-    own = jax.tree.map(lambda p: np.zeros((N, *p.shape), np.float32), PARAMS)
+    memory, exchange, point, own = by_hand()
     for t in range(9):
         own = jax.tree.map(lambda u, g: np.asarray(g[t]) + np.float32(0.5) * u, own, grads)  # noqa: B023
         if t % 3 == 2:
-            direction, memory = exchange(jax.tree.map(lambda p, u: p[None] - u, point, own), memory)
+            direction, memory = exchange(memory, jax.tree.map(lambda p, u: p[None] - u, point, own))
             point = jax.tree.map(lambda p, d: p - np.asarray(d), point, direction)
             own = jax.tree.map(lambda p: np.stack([p] * N), point)
     assert_same(state.moments["trace"].point, point)
@@ -133,16 +121,12 @@ def test_squares_stay_above_zero_whatever_a_message_loses(seed):
     size = np.float32([1, 1, 0.01, 0.01, 1, 0.1, 0.01, 0.001])  # of the gradients of each step, so that squares shrink
     grads = jax.tree.map(lambda g: g * size.reshape(8, *[1] * (g.ndim - 1)), grads)
     _, state = adam_steps(TWO_BITS, grads, optax.adam(0.01, b2=0.25), moments={"nu": 2})
-    mean = jc.compressed_mean(TWO_BITS, "data", seed=jax.random.fold_in(jax.random.key(0), 2**30))
-    memory, axes = jc.init_state(mean, PARAMS, N, "data")
-    exchange = jax.jit(jax.vmap(mean.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data"))
-    point = jax.tree.map(np.zeros_like, PARAMS)
-    own = jax.tree.map(lambda p: np.zeros((N, *p.shape), np.float32), PARAMS)
+    memory, exchange, point, own = by_hand()
     below = kept = 0
     for t in range(8):
         own = jax.tree.map(lambda v, g: 0.25 * v + 0.75 * np.asarray(g[t]) ** 2, own, grads)  # noqa: B023
         if t % 2:
-            direction, memory = exchange(jax.tree.map(lambda p, v: p[None] - v, point, own), memory)
+            direction, memory = exchange(memory, jax.tree.map(lambda p, v: p[None] - v, point, own))
             raw = jax.tree.map(lambda p, d: p - np.asarray(d), point, direction)
             below += sum(int(np.sum(x < 0)) for x in raw.values())
             point = jax.tree.map(lambda x: np.maximum(x, 0), raw)
@@ -150,8 +134,7 @@ def test_squares_stay_above_zero_whatever_a_message_loses(seed):
             own = jax.tree.map(lambda p, v: np.where(p > 0, p, v), point, own)
     assert below  # without the projection there were some
     assert kept
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-9), state.moments["nu"].point, point)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-9), moment(state, "nu"), own)
+    assert_close((state.moments["nu"].point, moment(state, "nu")), (point, own), rtol=1e-4, atol=1e-9)
     assert all(np.all(x > 0) for x in jax.tree.leaves(moment(state, "nu")))
 
 
@@ -172,28 +155,18 @@ def test_without_moments_nothing_changes_and_with_them_not_before_the_first_aver
 
 def test_exchanges_stand_in_branches_and_nothing_is_compiled_anew(seed):
     tx = jc.local_updates(optax.adam(0.01), optax.sgd(1.0), FULL, "data", every=4, moments=BOTH, via="gather")
-    mesh = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))
-    state, specs = jc.init_state(tx, PARAMS, mesh, "data")
-    own = jax.device_put(jax.tree.map(lambda p: jnp.stack([p] * N), PARAMS), NamedSharding(mesh, P("data")))
-    traced = []
-
-    def step(own, state):
-        traced.append(1)
-        mine = jax.tree.map(lambda x: x[0], own)
-        updates, state = tx.update(jax.tree.map(lambda p: 0.1 * p, mine), state, mine)
-        return jax.tree.map(lambda p: p[None], optax.apply_updates(mine, updates)), state
-
-    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P("data"), specs)))
-    rows = [row for row in jc.ledger(step, own, state).rows if row.sent_bytes]
+    own, state, step = mesh_step(tx)
+    grads = lambda own: jax.tree.map(lambda p: 0.1 * p, own)
+    rows = [row for row in jc.ledger(step, own, state, grads(own)).rows if row.sent_bytes]
     size = 4 * sum(p.size for p in PARAMS.values()) * (N - 1)
     assert all(row.branch for row in rows)
     assert sum(row.sent_bytes for row in rows) == 3 * size
-    sent, count = [], len(traced)
+    sent = []
     for _ in range(12):
-        own, state = jax.block_until_ready(step(own, state))
+        own, state = jax.block_until_ready(step(own, state, grads(own)))
         sent.append(float(jc.info(state).sent_bytes))
     assert sent == [size * ((t % 4 == 0) + (t % 2 == 0) + (t % 3 == 0)) for t in range(1, 13)]
-    assert len(traced) <= count + 1
+    assert step._cache_size() <= 2  # the first state lies on no device
     assert int(state.moments["mu"].mean.shared.count) == 6
 
 
@@ -240,9 +213,8 @@ def test_a_moment_that_is_not_a_number_counts_as_the_shared_one_and_is_replaced(
 def test_one_worker_keeps_its_moments_and_one_step_a_round_averages_at_every_step(seed):
     tx = jc.local_updates(optax.adam(0.01), optax.sgd(1.0), FULL, None, every=1, moments={"mu": 1, "nu": 1})
     alone = jc.local_updates(optax.adam(0.01), optax.sgd(1.0), FULL, None, every=1)
-    grads = jax.tree.map(lambda g: g[:, 0], random_gradients(seed, 5))
-    results = [one_worker(each, optax.adam(0.01), grads)[0] for each in (tx, alone)]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)
+    grads = at(random_gradients(seed, 5), np.s_[:, 0])
+    assert_close(*(one_worker(each, optax.adam(0.01), grads)[0] for each in (tx, alone)))
 
 
 EMPTY = {"a": np.ones(5, np.float32), "none": np.zeros((0, 3), np.float32)}
@@ -272,17 +244,17 @@ def test_weights_of_steps_count_for_moments_since_their_last_averaging(seed):
     )
     grads, weights = random_gradients(seed, 6), np.random.default_rng(seed).uniform(0.5, 4, (6, N)).astype(np.float32)
     state, axes = jc.init_state(tx, PARAMS, N, "data")
-    own = jax.tree.map(lambda p: jnp.stack([p] * N), PARAMS)
+    own = stacked(PARAMS)
     step = lambda own, state, grads, weight: tx.update(grads, state, own, weight=weight)
     step = jax.jit(jax.vmap(step, in_axes=(0, axes, 0, 0), out_axes=(0, axes), axis_name="data"))
     want = jax.tree.map(lambda p: np.zeros((N, *p.shape)), PARAMS)
     for t in range(6):
-        _, state = step(own, state, jax.tree.map(lambda g: g[t], grads), weights[t])  # noqa: B023
+        _, state = step(own, state, at(grads, t), weights[t])
         want = jax.tree.map(lambda u, g: 0.5 * u + np.asarray(g[t], np.float64), want, grads)  # noqa: B023
         if t % 3 == 2:
             share = weights[t - 2 : t + 1].sum(0) / weights[t - 2 : t + 1].sum()
             want = jax.tree.map(lambda u: np.stack([np.tensordot(share, u, 1)] * N), want)  # noqa: B023
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), moment(state, "trace"), want)
+    assert_close(moment(state, "trace"), want, rtol=1e-4, atol=1e-5)
 
 
 ROADS = {
@@ -319,7 +291,7 @@ CUT = {"w": P(None, "model"), "v": P("model"), "s": P()}
 
 
 def on_mesh(shape, specs, inner, seed, steps=6, **options):
-    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(shape)
     step = jc.local_steps(loss, inner, optax.sgd(1.0), options.pop("algorithm", FULL), mesh, every=2, **options)
     place = lambda p, spec: jax.device_put(p, NamedSharding(mesh, spec))
     own, state = step.init(jax.tree.map(place, WHOLE, specs))
@@ -334,11 +306,10 @@ def test_sharded_parameters_have_sharded_moments(seed):
     inner = optax.adam(0.01)
     own, state = on_mesh((2, 2), CUT, inner, seed, moments=BOTH)
     same, plain = on_mesh((2, 1), jax.tree.map(lambda _: P(), WHOLE), inner, seed, moments=BOTH)
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4)
-    jax.tree.map(close, own, same)
+    assert_close(own, same, rtol=2e-3, atol=2e-4)
     for name in BOTH:
         points = state.exchange.moments[name].point
-        jax.tree.map(close, points, plain.exchange.moments[name].point)
+        assert_close(points, plain.exchange.moments[name].point, rtol=2e-3, atol=2e-4)
         assert points["w"].sharding.spec == CUT["w"]
     assert_equal_rows(jax.tree.map(np.asarray, state.exchange.own.local.inner[0].mu))
 
@@ -346,7 +317,7 @@ def test_sharded_parameters_have_sharded_moments(seed):
 @pytest.mark.parametrize("options", [{"moments": BOTH}, {"fragments": 2}], ids=["moments", "fragments"])
 def test_cut_parameters_on_explicit_axes_of_a_mesh_that_is_set(options):
     """Keys of moments and of fragments are constants of no mesh."""
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = mesh_of((2, 2), kind=AxisType.Explicit)
     simple = lambda params, x: jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
     with jax.set_mesh(mesh):
         start = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
@@ -361,7 +332,7 @@ def test_cut_parameters_on_explicit_axes_of_a_mesh_that_is_set(options):
 
 
 def test_a_hierarchy_averages_moments_over_its_last_axis(seed):
-    mesh = jax.make_mesh((2, 2), ("dcn", "ici"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of((2, 2), ("dcn", "ici"))
     levels = {"ici": FULL, "dcn": TWO_BITS}
     step = jc.local_steps(
         loss, optax.adam(0.01), optax.sgd(1.0), None, mesh, levels, every=2, moments=BOTH, moments_algorithm=FULL
@@ -374,7 +345,7 @@ def test_a_hierarchy_averages_moments_over_its_last_axis(seed):
     mu = jax.tree.map(np.asarray, state.exchange.own.local.inner[0].mu)
     assert mu["w"].shape[0] == 2
     assert_equal_rows(mu)
-    assert_same(jax.tree.map(lambda x: x[0], mu), jax.tree.map(np.asarray, state.exchange.moments["mu"].point))
+    assert_same(at(mu), state.exchange.moments["mu"].point)
 
 
 def test_muon_in_local_steps_is_the_same_on_any_mesh_and_refuses_matrices_that_are_cut(seed):
@@ -394,7 +365,7 @@ def test_muon_in_local_steps_is_the_same_on_any_mesh_and_refuses_matrices_that_a
     )
     own, _ = on_mesh((2, 2), CUT | {"w": P()}, by_hand, seed, steps=4)
     same, _ = on_mesh((2, 1), whole, by_hand, seed, steps=4)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4), own, same)
+    assert_close(own, same, rtol=2e-3, atol=2e-4)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -481,23 +452,24 @@ def test_processes_with_other_periods_are_told():
 # Errors
 
 
-def test_errors_name_what_is_wrong_and_what_is_there():
-    make = functools.partial(jc.local_updates, outer=optax.sgd(1.0), algorithm=FULL, axis_name="data", every=2)
-    for wrong in ({"mu": 0}, {"mu": 2.0}, {"mu": True}, {}, ["mu"], {3: 2}):
-        with pytest.raises(ValueError, match=r"moments must be a dictionary from names of fields to integers of at"):
-            make(optax.adam(0.1), moments=wrong)
-    with pytest.raises(ValueError, match=r"floats like the parameters: mu, nu; got 'momentum'$"):
-        make(optax.adam(0.1), moments={"momentum": 2}).init(PARAMS)
-    with pytest.raises(ValueError, match=r"mu, nu; got 'count'; 'count' has int32\[\], which is not"):
-        make(optax.adam(0.1), moments={"count": 2}).init(PARAMS)
-    with pytest.raises(ValueError, match=r"there are none; got 'mu'"):
-        make(optax.sgd(0.1), moments={"mu": 2}).init(PARAMS)
-    with pytest.raises(ValueError, match=r"'nu' has float32\[\], which is not"):
-        make(optax.novograd(0.1), moments={"nu": 2}).init(PARAMS)
-    with pytest.raises(
-        ValueError, match=r"'mu', of which the inner optimizer's state has two for the parameter \['a'\]"
-    ):
-        make(optax.chain(optax.scale_by_adam(), optax.scale_by_adam()), moments={"mu": 2}).init(PARAMS)
+make = functools.partial(jc.local_updates, outer=optax.sgd(1.0), algorithm=FULL, axis_name="data", every=2)
+TWICE = optax.chain(optax.scale_by_adam(), optax.scale_by_adam())
+BAD = [
+    *((optax.adam(0.1), wrong, "moments must be a dictionary from") for wrong in ({"mu": 0}, {"mu": True}, {}, {3: 2})),
+    (optax.adam(0.1), {"momentum": 2}, r"floats like the parameters: mu, nu; got 'momentum'$"),
+    (optax.adam(0.1), {"count": 2}, r"mu, nu; got 'count'; 'count' has int32\[\], which is not"),
+    (optax.sgd(0.1), {"mu": 2}, "there are none; got 'mu'"),
+    (TWICE, {"mu": 2}, r"'mu', of which the inner optimizer's state has two for the parameter \['a'\]"),
+]
+
+
+@pytest.mark.parametrize(("inner", "moments", "said"), BAD, ids=range(len(BAD)))
+def test_errors_name_what_is_wrong_and_what_is_there(inner, moments, said):
+    with pytest.raises(ValueError, match=said):
+        make(inner, moments=moments).init(PARAMS)
+
+
+def test_moments_have_an_algorithm_and_a_state():
     with pytest.raises(ValueError, match="moments_algorithm needs moments"):
         make(optax.adam(0.1), moments_algorithm=FULL)
     with pytest.raises(TypeError, match="needs an algorithm; got the compressor"):

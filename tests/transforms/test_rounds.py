@@ -6,9 +6,8 @@ import numpy as np
 import optax
 import oracles
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from worlds import AXIS
+from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
 
@@ -111,7 +110,7 @@ def test_a_hierarchy(inner, seed):
     targets = targets_of(seed)
     first = jc.direct(jc.identity()) if inner == "identity" else jc.error_feedback(jc.top_k(k=30))
     levels = {"ici": first, "dcn": jc.methods.descend(jc.error_feedback(jc.top_k(k=12)), RATE)}
-    mesh = jax.make_mesh((2, 2), ("dcn", "ici"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    mesh = mesh_of((2, 2), ("dcn", "ici"))
     run = jc.methods.rounds(None, levels)
     state, specs = jc.init_state(run, jnp.zeros(D), mesh, levels)
     both = P(("dcn", "ici"))
@@ -151,8 +150,7 @@ WRONG = [
     (
         TypeError,
         lambda: jc.methods.descend(jc.top_k(0.1), 0.1),
-        r"descend needs an algorithm; got the compressor top_k\(0.1\). "
-        r"Wrap it in error_feedback\(...\), diana\(...\) or direct\(...\)",
+        r"descend needs an algorithm; got the compressor top_k\(0.1\). Wrap it in error_feedback",
     ),
     (
         TypeError,
@@ -176,11 +174,6 @@ WRONG = [
         TypeError,
         lambda: jc.compressed_mean(jc.methods.descend(FEEDBACK, 0.1), AXIS),
         "keeps its own iterate. Run that with jc.methods.rounds",
-    ),
-    (
-        TypeError,
-        lambda: jc.compressed_mean(jc.top_k(0.1), AXIS),
-        r"compressed_mean needs an algorithm; got the compressor",
     ),
     (
         ValueError,

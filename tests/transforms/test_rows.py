@@ -7,7 +7,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from worlds import AXIS, mesh_of
+from worlds import AXIS, mesh_of, mesh_step, vmap_step
 
 import jaxcomp as jc
 
@@ -31,7 +31,7 @@ GRADIENT = jax.jit(jax.grad(loss_of))
 
 
 def on_mesh(kind=AxisType.Auto):
-    mesh = jax.make_mesh((N,), (AXIS,), axis_types=(kind,))
+    mesh = mesh_of(kind=kind)
     put = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
     return mesh, put(PARAMS, P()), put(BATCH, P(AXIS))
 
@@ -87,18 +87,10 @@ def test_a_transformation_before_the_mean_is_refused_or_each_workers_own(name):
 def test_before_is_the_same_where_the_axis_is_bound(way):
     transform = optax.chain(TRANSFORMS["inject_hyperparams"], optax.trace(0.9), optax.add_decayed_weights(0.1))
     tx = optax.chain(jc.compressed_mean(DENSE, AXIS, before=transform), optax.sgd(1.0))
-    step = lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s, PARAMS)
     grads = jax.tree.map(lambda *each: jnp.stack(each), *own_gradients())
-    if way == "shard_map":
-        state, specs = jc.init_state(tx, PARAMS, mesh_of(N), AXIS)
-        run = jax.shard_map(step, mesh=mesh_of(N), in_specs=(P(AXIS), specs), out_specs=(P(), specs))
-    else:
-        state, axes = jc.init_state(tx, PARAMS, N, AXIS)
-        run = jax.vmap(step, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
-        grads = jax.tree.map(lambda g: g[:, None], grads)
-    run = jax.jit(run)
-    _, state = run(grads, state)
-    got, state = run(grads, state)
+    state, run = mesh_step(tx, PARAMS, mesh_of()) if way == "shard_map" else vmap_step(tx, PARAMS)
+    _, state = run(state, grads)
+    got, state = run(state, grads)
     total = jax.tree.map(jnp.zeros_like, PARAMS)
     for g in own_gradients():
         own = transform.init(PARAMS)
@@ -132,7 +124,7 @@ def test_noise_is_another_one_at_each_worker_and_equal_gradients_are_refused():
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_correct_uses_go_on(kind):
     """Chains, labels and masks by tree, by name and by shape; with parameters that are cut."""
-    mesh = jax.make_mesh((2, 2), (AXIS, "model"), axis_types=(kind,) * 2)
+    mesh = mesh_of((2, 2), kind=kind)
     specs = {"b": P(), "w": P("model")}
     params = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), PARAMS, specs)
     batch = jax.device_put(BATCH, NamedSharding(mesh, P(AXIS)))

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 from variants import variants
-from worlds import AXIS, PARAMS, gradients, mesh_of, run_pmap, run_shard_map, run_vmap
+from worlds import AXIS, PARAMS, at, gradients, mesh_of, mesh_step, run_pmap, run_shard_map, run_vmap, vmap_step
 
 import jaxcomp as jc
 from jaxcomp.groups import row_size
@@ -97,15 +96,11 @@ def test_every_world_gives_the_same_and_the_ledger_agrees(name, seed):
     tx = two_shot(ROWS[name])
     sharded, state = run_shard_map(tx, PARAMS, grads)
     simulated, other = run_vmap(tx, PARAMS, grads)
-    for a, b in zip(
-        jax.tree.leaves((sharded, state.local.route)), jax.tree.leaves((simulated, other.local.route)), strict=True
-    ):
+    pairs = (sharded, state.local.route), (simulated, other.local.route)
+    for a, b in zip(*map(jax.tree.leaves, pairs), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b).reshape(a.shape), rtol=1e-6, atol=1e-6)
-    mesh = mesh_of(N)
-    state, specs = jc.init_state(tx, PARAMS, mesh, AXIS)
-    step = lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s)
-    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=(P(), specs)))
-    first = jax.tree.map(lambda g: g[0], grads)
+    state, step = mesh_step(tx, PARAMS, mesh_of())
+    first = at(grads)
     total = jc.ledger(step, state, first).total_bytes
     info = jc.info(jax.block_until_ready(step(state, first))[1])
     assert total == info.sent_bytes
@@ -175,12 +170,12 @@ def test_bad_gradients_never_enter_either_memory(seed):
 
 
 def test_states_of_other_exchanges_are_refused(seed):
-    grads = jax.tree.map(lambda g: g[0], gradients(seed))
+    grads = at(gradients(seed))
     feedback = jc.error_feedback(jc.cast("bfloat16"))
     gathers, shoots = jc.compressed_mean(feedback, AXIS, via="gather"), two_shot(feedback)
-    for made, used, message in ((gathers, shoots, "made for another"), (shoots, gathers, "made for another")):
+    for made, used in ((gathers, shoots), (shoots, gathers)):
         state, axes = jc.init_state(made, PARAMS, N, AXIS)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="made for another"):
             jax.vmap(used.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)(grads, state)
 
 
@@ -193,37 +188,33 @@ def test_narrow_gradients_come_back_narrow(seed):
     np.testing.assert_allclose(np.asarray(directions["w"], np.float64), exact, rtol=2**-8, atol=1e-7)
 
 
-def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="keeps a shift in step"):
-        two_shot(jc.diana(jc.dithering(7)))
-    with pytest.raises(ValueError, match=r"of one array; got per_leaf\(top_k\(0.1\)\). Leave its layout out"):
-        two_shot(jc.error_feedback(jc.per_leaf(jc.top_k(0.1))))
-    for algorithm in (jc.power_sgd(2), jc.fetch_sgd(0.1)):
-        with pytest.raises(ValueError, match=r'two_shot" cuts all leaves together .* Use via="auto"'):
-            two_shot(algorithm)
-    with pytest.raises(ValueError, match="has a plan for each"):
-        two_shot(jc.error_feedback(jc.dagc([1, 2], 0.1)))
-    with pytest.raises(ValueError, match="bucket_bytes goes with"):
-        two_shot(jc.direct(jc.identity()), bucket_bytes=100)
-    with pytest.raises(ValueError, match="keeps a shift in step"):
-        jc.methods.rounds(jc.methods.descend(jc.diana(jc.dithering(7)), 0.1), AXIS, "two_shot")
+BAD = [
+    (jc.diana(jc.dithering(7)), {}, "keeps a shift in step"),
+    (
+        jc.error_feedback(jc.per_leaf(jc.top_k(0.1))),
+        {},
+        r"of one array; got per_leaf\(top_k\(0.1\)\). Leave its",
+    ),
+    (jc.power_sgd(2), {}, r'two_shot" cuts all leaves together .* Use via="auto"'),
+    (jc.fetch_sgd(0.1), {}, r'two_shot" cuts all leaves together .* Use via="auto"'),
+    (jc.error_feedback(jc.dagc([1, 2], 0.1)), {}, "has a plan for each"),
+    (jc.direct(jc.identity()), {"bucket_bytes": 100}, "bucket_bytes goes with"),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "options", "said"), BAD, ids=[said for *_, said in BAD])
+def test_what_does_not_fit_is_refused(algorithm, options, said):
+    with pytest.raises(ValueError, match=said):
+        two_shot(algorithm, **options)
 
 
 def test_two_shots_inside_an_optimizer_do_not_retrace(seed):
-    traces = []
-
-    def update(grads, state):
-        traces.append(1)
-        return tx.update(grads, state)
-
     with jax.numpy_dtype_promotion("standard"):
         tx = optax.chain(two_shot(jc.error_feedback(jc.cast("bfloat16"))), optax.adam(1e-2))
-        grads = gradients(seed)
-        state, axes = jc.init_state(tx, PARAMS, N, AXIS)
-        step = jax.jit(jax.vmap(update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))
+        state, step = vmap_step(tx, PARAMS)
         for t in range(3):
-            _, state = step(jax.tree.map(lambda g: g[t], grads), state)  # noqa: B023
-    assert len(traces) == 1
+            _, state = step(state, at(gradients(seed), t))
+    assert step._cache_size() == 1
 
 
 @pytest.mark.parametrize(
@@ -250,14 +241,12 @@ def test_devices_that_hold_the_same_share_both_shots(name, seed):
     algorithm = jc.error_feedback(jc.top_k(0.3) if name == "top_k" else jc.block_scaled("int4"))
     tx, grads, found = two_shot(algorithm), gradients(seed, 2, 2), {}
     for devices in (1, 2):
-        mesh = jax.make_mesh((2, devices), (AXIS, "inside"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-        state, specs = jc.init_state(tx, PARAMS, mesh, AXIS)
-        one = lambda grads, state: tx.update(jax.tree.map(lambda g: g[0], grads), state)
-        step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(P(AXIS), specs), out_specs=(P(), specs)))
-        book = jc.ledger(step, jax.tree.map(lambda g: g[0], grads), state)
+        mesh = mesh_of((2, devices), (AXIS, "inside"))
+        state, step = mesh_step(tx, PARAMS, mesh)
+        book = jc.ledger(step, state, at(grads))
         directions = []
         for i in range(2):
-            direction, state = step(jax.tree.map(lambda g, i=i: g[i], grads), state)
+            direction, state = step(state, at(grads, i))
             directions.append(vectors(direction))
         assert float(np.ravel(jc.info(state).sent_bytes)[0]) == book.total_bytes
         found[devices] = np.stack(directions), book.by_axes(mesh)[AXIS,]

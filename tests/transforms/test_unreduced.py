@@ -1,16 +1,19 @@
 """Gradients that JAX leaves unreduced: of the loss of the whole batch, called once, as plain JAX has it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from worlds import assert_close, mesh_of
 
 import jaxcomp as jc
 from jaxcomp.exchange.state import means_in
 
-DENSE, E = jc.direct(jc.identity()), AxisType.Explicit
+DENSE = jc.direct(jc.identity())
 RNG = np.random.default_rng(0)
 array = lambda *shape: jnp.asarray(RNG.normal(size=shape), jnp.float32)
 X, Y, M = array(16, 6, 5), array(16, 6), jnp.asarray(np.arange(6) < RNG.integers(1, 7, (16, 1)), jnp.float32)
@@ -46,12 +49,8 @@ LOSSES = {
 }
 
 
-def mesh_of(shape=(4,), names=("data",), kinds=None):
-    return jax.make_mesh(shape, names, axis_types=kinds or (E,) * len(shape))
-
-
-def close(found, want, **options):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **{"rtol": 2e-5, "atol": 2e-6, **options}), found, want)
+grid = functools.partial(mesh_of, kind=AxisType.Explicit)
+close = functools.partial(assert_close, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -59,7 +58,7 @@ def test_any_loss_is_that_of_the_whole_batch(name):
     """Its gradient crosses once, in the exchange; what else crosses are the sums that the loss takes. On Explicit axes
     it is taken so without being said."""
     loss, params, batch, named, options = LOSSES[name]
-    mesh = mesh_of()
+    mesh = grid()
     with jax.set_mesh(mesh):
         params, batch, named = jax.device_put(params, P()), jax.device_put(batch, P("data")), jax.device_put(named, P())
         want = jax.jit(jax.value_and_grad(loss, **options))(params, *batch, **named)
@@ -78,7 +77,7 @@ def test_any_loss_is_that_of_the_whole_batch(name):
 @pytest.mark.parametrize("way", ["tensor", "fsdp"])
 def test_sharded_parameters_and_what_is_remembered(way):
     """The messages of `gradients="per_worker"` with a weight, for three steps of error feedback."""
-    mesh = mesh_of((2, 2), ("data", "model")) if way == "tensor" else mesh_of()
+    mesh = grid((2, 2)) if way == "tensor" else grid()
     specs = {"a": P(None, "model"), "b": P("model")} if way == "tensor" else {"a": P(None, "data"), "b": P("data")}
     with jax.set_mesh(mesh):
         params = {"a": array(5, 256), "b": array(256, 8)}
@@ -107,13 +106,13 @@ def test_sharded_parameters_and_what_is_remembered(way):
 
 
 def test_what_it_does_not_do_says_so():
-    mesh = mesh_of(kinds=(AxisType.Auto,))
+    mesh = mesh_of()
     grad_fn = jc.value_and_grad(masked, DENSE, mesh, gradients="unreduced")
     with pytest.raises(ValueError, match=r"needs axes of type Explicit; 'data' is Auto.*gradients=\"per_worker\""):
         grad_fn(V, grad_fn.init(V), X, Y, M)
     with pytest.raises(ValueError, match='gradients must be "auto", "per_worker" or "unreduced"; got \'dense\''):
         jc.value_and_grad(masked, DENSE, gradients="dense")
-    mesh = mesh_of()
+    mesh = grid()
     with jax.set_mesh(mesh):
         params, batch = jax.device_put(V, P()), jax.device_put((X, Y, M), P("data"))
         weighed = jc.value_and_grad(masked, DENSE, gradients="unreduced", weights=[1, 2, 3, 4])
@@ -140,7 +139,7 @@ REFUSED = {
 def test_the_operation_that_jax_refuses_is_named_with_both_cures(operation):
     """Also inside of a function that is compiled by itself; and that plain JAX refuses the loss, where it does."""
     loss, params, batch = REFUSED[operation]
-    with jax.set_mesh(mesh_of()):
+    with jax.set_mesh(grid()):
         params, batch = jax.device_put(params, P()), jax.device_put(batch, P("data"))
         grad_fn = jc.value_and_grad(loss, DENSE, gradients="unreduced")
         with pytest.raises(Exception, match=r"reduced|pspec|out_sharding") as caught:

@@ -11,9 +11,12 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from worlds import assert_close as close
+from worlds import mesh_of, vmap_step
 
 import jaxcomp as jc
 
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 DENSE = jc.direct(jc.identity())
 SPARSE = jc.error_feedback(jc.top_k(0.1))
 RNG = np.random.default_rng(0)
@@ -37,23 +40,14 @@ def expected():
     return jax.jit(jax.value_and_grad(loss_of))(PARAMS, *BATCH)
 
 
-def mesh_of(shape, kind="auto"):
-    types = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-    devices = jax.devices()[: int(np.prod(shape))]
-    axes = ("data", "model")[: len(shape)]
-    return jax.make_mesh(shape, axes, axis_types=(types[kind],) * len(shape), devices=devices)
-
-
 def placed(mesh, specs=None):
     specs = specs or {name: P() for name in PARAMS}
     params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), PARAMS, specs)
     return params, jax.device_put(BATCH, NamedSharding(mesh, P("data")))
 
 
-def assert_same(found, want, **tolerance):
-    # Gradients near one are sums of up to 64 products, which two programs add in other orders.
-    options = {"rtol": 2e-5, "atol": 5e-6, **tolerance}
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **options), found, want)
+# Gradients near one are sums of up to 64 products, which two programs add in other orders.
+assert_same = functools.partial(close, rtol=2e-5, atol=5e-6)
 
 
 def one_step(grad_fn, params, batch, jit=True, **named):
@@ -66,9 +60,9 @@ def one_step(grad_fn, params, batch, jit=True, **named):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(("where", "kind"), [("argument", "auto"), ("set_mesh", "explicit"), ("arrays", "auto")])
+@pytest.mark.parametrize(("where", "kind"), [("argument", AUTO), ("set_mesh", EXPLICIT), ("arrays", AUTO)])
 def test_with_identity_it_is_the_gradient_of_the_whole_batch(where, kind):
-    mesh = mesh_of((4,), kind)
+    mesh = mesh_of(kind=kind)
     params, batch = (PARAMS, BATCH) if where == "argument" else placed(mesh)
     with jax.set_mesh(mesh) if where == "set_mesh" else contextlib.nullcontext():
         grad_fn = jc.value_and_grad(loss_of, DENSE, mesh if where == "argument" else None)
@@ -126,7 +120,7 @@ def test_inside_a_map_of_the_users():
     parts = jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), BATCH)
     step = jax.vmap(grad_fn, in_axes=(None, axes, 0, 0), out_axes=(None, None, axes), axis_name="data")
     assert_same(jax.jit(step)(PARAMS, state, *parts)[:2], expected())
-    mesh = mesh_of((4,))
+    mesh = mesh_of()
     state, specs = jc.init_state(grad_fn, PARAMS, mesh, "data")
     grad_fn = jc.value_and_grad(lambda p, x, y: jnp.mean((jnp.tanh(x @ p["w1"] + p["b"]) @ p["w2"] - y) ** 2), DENSE)
     step = jax.shard_map(grad_fn, mesh=mesh, in_specs=(P(), specs, P("data"), P("data")), out_specs=(P(), P(), specs))
@@ -134,12 +128,12 @@ def test_inside_a_map_of_the_users():
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_models_that_the_compiler_shards(kind):
     """The gradient of plain jit; each device sends the half that it holds, and nothing else crosses "data"."""
-    mesh = mesh_of((2, 2), kind)
+    mesh = mesh_of((2, 2), kind=kind)
     params, batch = placed(mesh, SPECS)
-    loss_fn = functools.partial(loss_of, out=P() if kind == "explicit" else None)
+    loss_fn = functools.partial(loss_of, out=P() if kind is EXPLICIT else None)
     grad_fn = jc.value_and_grad(loss_fn, DENSE, gradients="per_worker")  # where out=P() is a worker's part
     state = grad_fn.init(params)
     step = jax.jit(grad_fn).lower(params, state, *batch).compile()
@@ -152,17 +146,17 @@ def test_models_that_the_compiler_shards(kind):
     book = jc.ledger(step).by_axes(mesh)
     assert set(book) == {("data",), ("model",)}
     assert book["data",] == 4 * shard + 4
-    if kind == "auto":
+    if kind is AUTO:
         plain = jc.ledger(jax.jit(jax.value_and_grad(loss_fn)), params, *batch).by_axes(mesh)
         assert book["model",] == plain["model",]
 
 
-@pytest.mark.parametrize(("kind", "jit"), [("auto", False), ("explicit", True), ("explicit", False)])
+@pytest.mark.parametrize(("kind", "jit"), [(AUTO, False), (EXPLICIT, True), (EXPLICIT, False)])
 def test_a_state_of_whole_parameters_is_told_of_for_cut_ones(kind, jit):
     """Each step gathered the gradients without a word. Inside jit the compiler alone knows of automatic axes."""
-    mesh = mesh_of((2, 2), kind)
+    mesh = mesh_of((2, 2), kind=kind)
     (whole, batch), (params, _) = placed(mesh), placed(mesh, SPECS)
-    loss = functools.partial(loss_of, out=P() if kind == "explicit" else None)
+    loss = functools.partial(loss_of, out=P() if kind is EXPLICIT else None)
     grad_fn = jc.value_and_grad(loss, DENSE, gradients="per_worker")
     step = (lambda *args: jax.eval_shape(lambda *args: grad_fn(*args), *args)) if jit else grad_fn
     state, own = grad_fn.init(whole), grad_fn.init(params)
@@ -175,18 +169,16 @@ def test_a_state_of_whole_parameters_is_told_of_for_cut_ones(kind, jit):
 
 def test_it_is_compressed_mean():
     """The directions of `compressed_mean` on the same gradients, for three steps of error feedback."""
-    mesh = mesh_of((4,))
-    params, batch = placed(mesh)
+    params, batch = placed(mesh_of())
     grad_fn = jc.value_and_grad(loss_of, SPARSE)
     tx = jc.compressed_mean(SPARSE, "data")
     rows = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), BATCH)
     own = jax.jit(jax.vmap(jax.grad(loss_of), in_axes=(None, 0, 0)))(PARAMS, *rows)
-    state, (other, axes) = grad_fn.init(params), jc.init_state(tx, PARAMS, 4, "data")
-    update = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data"))
+    state, (other, update) = grad_fn.init(params), vmap_step(tx, PARAMS)
     step = jax.jit(grad_fn)
     for _ in range(3):
         _, grads, state = step(params, state, *batch)
-        direction, other = update(own, other)
+        direction, other = update(other, own)
         assert_same(grads, direction)
     for mine, others in zip(*(jax.tree.leaves(s.local.algorithm.memory) for s in (state.exchange, other)), strict=True):
         # Of three gradients with entries up to 9, each within 9e-6 of the same in float64, in either program.
@@ -230,8 +222,7 @@ def test_a_loop_traces_once_and_donates():
 
 
 def test_auxiliary_values_of_every_kind():
-    mesh = mesh_of((4,))
-    params, batch = placed(mesh)
+    params, batch = placed(mesh_of())
 
     def loss(params, x, y, shift):
         value = loss_of(params, x, y) + shift
@@ -251,8 +242,7 @@ def test_auxiliary_values_of_every_kind():
 
 
 def test_micro_batches_weights_and_loss_scale():
-    mesh = mesh_of((4,))
-    params, batch = placed(mesh)
+    params, batch = placed(mesh_of())
     weights = [1.0, 2.0, 3.0, 2.0]
     grad_fn = jc.value_and_grad(loss_of, DENSE, micro_batches=4, weights=weights, loss_scale=2.0**20)
     found = one_step(grad_fn, params, batch)[:2]
@@ -267,7 +257,7 @@ def test_micro_batches_weights_and_loss_scale():
 
 
 def test_every_worker_and_micro_batch_has_a_key_of_its_own():
-    params, batch = placed(mesh_of((4,)))
+    params, batch = placed(mesh_of())
 
     def loss(params, x, y, rng):
         return loss_of(params, x, y), jax.random.uniform(rng["dropout"])
@@ -283,43 +273,38 @@ def test_every_worker_and_micro_batch_has_a_key_of_its_own():
 
 def test_what_does_not_fit_is_refused():
     grad_fn = jc.value_and_grad(loss_of, DENSE)
-    params, batch = placed(mesh_of((4,)))
+    params, (x, y) = placed(mesh_of())
     state = grad_fn.init(params)
-    x, y = batch
-    with pytest.raises(ValueError, match=r"batch\[0\] must have a leading axis that 4 workers can share evenly"):
-        grad_fn(params, state, BATCH[0][:3], BATCH[1][:3])
-    with pytest.raises(ValueError, match="What is equal on all workers is given by keyword"):
-        grad_fn(params, state, x, y, 1.0)
-    with pytest.raises(TypeError, match=r"grad_fn\(params, state, \*batch\)"):
-        grad_fn(state, params, x, y)
-    with pytest.raises(TypeError, match="needs an algorithm"):
-        jc.value_and_grad(loss_of, jc.top_k(0.1))
-    with pytest.raises(ValueError, match=r"the mesh, which has|of the mesh, which has \('data',\); got 'batch'"):
-        jc.value_and_grad(loss_of, DENSE, axis_name="batch").init(params)
-    with pytest.raises(ValueError, match="micro_batches must be an integer"):
-        jc.value_and_grad(loss_of, DENSE, micro_batches=0)
-    with pytest.raises(ValueError, match="micro_batches must divide the 4 examples"):
-        one_step(jc.value_and_grad(loss_of, DENSE, micro_batches=3), params, batch)
-    with pytest.raises(ValueError, match='aux must be "mean", "unweighted", "sum", "each", "concat" or "equal"'):
-        jc.value_and_grad(loss_of, DENSE, aux="max")
-    with pytest.raises(TypeError, match="'rng', which was not given"):
-        jc.value_and_grad(loss_of, DENSE, keys="rng")(params, state, x, y)
+    made = lambda **options: jc.value_and_grad(loss_of, DENSE, **options)
+    cases = [
+        (lambda: grad_fn(params, state, x[:3], y[:3]), r"batch\[0\] must have a leading axis that 4 workers can share"),
+        (lambda: grad_fn(params, state, x, y, 1.0), "What is equal on all workers is given by keyword"),
+        (lambda: grad_fn(state, params, x, y), r"grad_fn\(params, state, \*batch\)"),
+        (lambda: made(axis_name="batch").init(params), r"the mesh, which has|of the mesh, which has .* got 'batch'"),
+        (lambda: made(micro_batches=0), "micro_batches must be an integer"),
+        (lambda: one_step(made(micro_batches=3), params, (x, y)), "micro_batches must divide the 4 examples"),
+        (lambda: made(aux="max"), 'aux must be "mean", "unweighted", "sum", "each", "concat" or "equal"'),
+        (lambda: made(keys="rng")(params, state, x, y), "'rng', which was not given"),
+        (lambda: jax.jit(grad_fn.init)(placed(mesh_of((2, 2)), SPECS)[0]), "inside jit, how parameters are cut"),
+        (
+            lambda: jax.eval_shape(grad_fn, params, grad_fn.init(PARAMS), x, y),
+            "made for 1 device.* the mesh has 4",
+        ),
+        (lambda: jax.eval_shape(made(has_aux=True), params, state, x, y), "with has_aux=True the loss must return"),
+        (lambda: made(wrt="w"), "wrt must be a type of nodes"),
+        (lambda: made(param_specs=P("rows")).init(params), "value_and_grad: param_specs must be"),
+        (lambda: made(keys=3), "value_and_grad: keys must be names of keyword arguments; got 3"),
+        (lambda: made(loss_scale="a"), "value_and_grad: loss_scale must be a number > 0 .* got 'a'"),
+    ]
+    for call, said in cases:
+        with pytest.raises((TypeError, ValueError), match=said):
+            call()
     with jax.set_mesh(mesh_of((2, 2))), pytest.raises(ValueError, match="do not lie on the mesh yet"):
         grad_fn.init(PARAMS)
-    with pytest.raises(ValueError, match="inside jit, how parameters are cut"):
-        jax.jit(grad_fn.init)(placed(mesh_of((2, 2)), SPECS)[0])
-    with pytest.raises(
-        ValueError, match=r"made for 1 device\(s\), and the mesh has 4 over .*on parameters that lie on"
-    ):
-        jax.eval_shape(grad_fn, params, grad_fn.init(PARAMS), x, y)
-    with pytest.raises(TypeError, match="with has_aux=True the loss must return"):
-        jax.eval_shape(jc.value_and_grad(loss_of, DENSE, has_aux=True), params, state, x, y)
-    with pytest.raises(TypeError, match="wrt must be a type of nodes"):
-        jc.value_and_grad(loss_of, DENSE, wrt="w")
 
 
 def test_the_state_may_be_made_inside_jit():
-    params, _ = placed(mesh_of((4,)))
+    params, _ = placed(mesh_of())
     grad_fn = jc.value_and_grad(loss_of, jc.error_feedback(jc.flat(jc.top_k(0.1))))
     state, made = grad_fn.init(params), jax.jit(grad_fn.init)(params)
     assert jax.tree.structure(made) == jax.tree.structure(state)
@@ -378,12 +363,12 @@ def test_the_loss_has_the_weights_that_the_compressor_brings():
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 @pytest.mark.parametrize(("shape", "spec"), [((2, 2), P("model")), ((4, 1), P("data")), ((4, 1), P())], ids=str)
 @pytest.mark.parametrize("inside", [True, False])
 def test_in_a_mesh_that_is_set(kind, shape, spec, inside):
     """`jax.set_mesh` around a step changes nothing, whether parameters are cut, and wherever the state was made."""
-    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2)
+    mesh = mesh_of(shape, kind=kind)
     w = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, spec))
     x = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P("data")))
     grad_fn = jc.value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2), DENSE)
@@ -400,7 +385,7 @@ def test_in_a_mesh_that_is_set(kind, shape, spec, inside):
 
 def test_a_worker_without_a_share_may_have_no_data():
     """Its NaN is in no mean, and no step is skipped for it."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of()
     x = jnp.ones((4, 8)).at[0].set(jnp.nan)
     for algorithm, weights in ((DENSE, [0, 1, 2, 3]), (jc.error_feedback(jc.dagc([0, 1, 2, 3], 0.5)), None)):
         loss_of_row = lambda w, x: jnp.mean((x @ w) ** 2)
@@ -413,19 +398,11 @@ def test_a_worker_without_a_share_may_have_no_data():
 
 
 def test_trees_of_auxiliary_values_of_each_worker_and_losses_that_are_numbers():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of()
     loss_and = lambda w, x: (jnp.mean((x @ w) ** 2), {"n": jnp.sum(x), "first": x[0]})
     grad_fn = jc.worker_value_and_grad(loss_and, mesh, has_aux=True, aux={"n": "sum", "first": "each"})
     loss, aux = jax.jit(lambda *args: grad_fn(*args)[0])(jnp.ones(8), jnp.ones((4, 8)))
     assert (float(loss), float(aux["n"]), aux["first"].shape) == (64, 32, (4, 8))
-    cut = {"param_specs": P("rows")}, {"param_specs": P(None, "data")}, {"param_specs": "data"}
-    for wrong, what in (
-        *((each, "param_specs must be") for each in cut),
-        ({"keys": 3}, "keys must be names of keyword arguments; got 3"),
-        ({"loss_scale": "a"}, "loss_scale must be a number > 0 .* got 'a'"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=f"value_and_grad: {what}"):
-            jc.value_and_grad(lambda w, x: jnp.sum(w), DENSE, mesh, **wrong).init(jnp.ones(8))
     with pytest.raises(ValueError, match=r"aux must be .* a tree of them, or a mapping from paths to them; got None"):
         jc.worker_value_and_grad(loss_and, mesh, has_aux=True, aux=None)
     of_number = jc.value_and_grad(lambda w, x: 0.5, DENSE, mesh)

@@ -1,6 +1,7 @@
 """States of `jc.value_and_grad`: specs, info, replicas, checkpoints, other numbers of workers; NNX models in place."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,18 +9,15 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from worlds import assert_close, assert_same, mesh_of
 
 import jaxcomp as jc
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(30, 40)), jnp.float32)
 X = jnp.asarray(np.random.default_rng(1).normal(size=(8, 30)), jnp.float32)
 GRAD = jc.value_and_grad(lambda w, x: jnp.mean(jnp.tanh(x @ w["w"] + w["b"]) ** 2), jc.error_feedback(jc.top_k(0.1)))
-
-
-def mesh_of(workers):
-    return jax.make_mesh((workers,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers])
 
 
 def after_one(workers):
@@ -49,8 +47,7 @@ def test_tools_know_the_state(tmp_path):
         keeper.wait_until_finished()
         back = keeper.restore(tmp_path / "state", GRAD.init(params))
     step = jax.jit(GRAD)
-    for a, b in zip(*(jax.tree.leaves(step(params, s, x)[1:]) for s in (state, back)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(*(step(params, s, x)[1:] for s in (state, back)))
     _, fewer, fewer_x, fresh = after_one(2)
     new = jc.redistribute(state, GRAD.init(fewer))
     np.testing.assert_allclose(memory(new).sum(0), memory(state).sum(0), rtol=1e-5, atol=1e-6)
@@ -145,7 +142,7 @@ FORMS = {
 
 def test_small_leaves_beside_large_shards_are_no_warning():
     """Leaves of one sharding are laid out by themselves; all of the biases here are small."""
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of((2, 2))
     grad_fn = jc.value_and_grad(lambda p, x: jnp.mean((x @ p["w"] + p["b"]) ** 2), TOP_K, mesh)
     placed = lambda size: {
         "w": jax.device_put(jnp.ones((8, size)), NamedSharding(mesh, P(None, "model"))),
@@ -163,7 +160,7 @@ def test_small_leaves_beside_large_shards_are_no_warning():
 @pytest.mark.filterwarnings("ignore:compressed_mean. nothing is compressed")
 def test_a_mean_inside_of_an_nnx_optimizer(form, wrt):
     """Flax makes the state of parameters in `nnx.Param`, and gives update gradients without."""
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of((2, 2))
     x = jax.device_put(X, NamedSharding(mesh, P("data")))
     grad_fn = jc.worker_value_and_grad(lambda model, x: jnp.mean(model(x) ** 2), axis_name="data", wrt=wrt)
 
@@ -225,8 +222,7 @@ def test_a_loss_scale_that_follows_overflow():
     assert [float(s.loss_scale.scale) for s in states] == [2.0**10, 2.0**9, 2.0**9, 2.0**10]
     assert [int(s.loss_scale.skipped) for s in states] == [0, 1, 1, 1]
     np.testing.assert_array_equal(found[1][1]["w"], 0)
-    for a, b in zip(*(jax.tree.leaves(s.exchange) for s in states[:2]), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(*(s.exchange for s in states[:2]))
     for mine, expected in zip((found[0], found[2], found[3]), plain, strict=True):
         np.testing.assert_allclose(mine[0], expected[0], rtol=1e-6)
         np.testing.assert_allclose(mine[1]["w"], expected[1]["w"], rtol=1e-5, atol=1e-8)
@@ -275,7 +271,7 @@ def test_a_loss_scale_for_one_worker_and_for_halves():
 
 
 def test_shapes_that_lie_nowhere_are_told_where_to_lie():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of()
     loss = lambda w, x: jnp.mean((x @ w) ** 2)
     step = jc.value_and_grad(loss, jc.error_feedback(jc.top_k(0.1)), axis_name="data")
     params = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P()))
@@ -321,13 +317,13 @@ def test_a_variable_at_several_paths_has_one_gradient(alike, workers):
     np.testing.assert_allclose(value, want_loss, rtol=1e-6)
     found = nnx.state(grads, nnx.Param)
     assert jax.tree.structure(nnx.to_pure_dict(found)) == jax.tree.structure(nnx.to_pure_dict(want))
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-    jax.tree.map(close, nnx.to_pure_dict(found), nnx.to_pure_dict(want))
+    close = functools.partial(assert_close, rtol=1e-4)
+    close(nnx.to_pure_dict(found), nnx.to_pure_dict(want))
     assert model.first.kernel is model.second.kernel
     with jax.numpy_dtype_promotion("standard"):
         optimizers[0].update(model, grads)
         optimizers[1].update(other, want)
-    jax.tree.map(close, nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(other)))  # statistics, too
+    close(nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(other)))  # statistics, too
 
 
 def test_tied_variables_without_wrt():
@@ -366,7 +362,7 @@ def test_a_skipped_step_changes_no_statistics():
         def __call__(self, x):
             return self.dense(self.norm(x))
 
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of()
     model, x = Model(), jnp.arange(32.0).reshape(8, 4)
     loss = lambda model, x: jnp.mean(model(x) ** 2)
     algorithm = jc.direct(jc.identity())

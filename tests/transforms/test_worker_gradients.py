@@ -14,6 +14,8 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from worlds import assert_close as close
+from worlds import mesh_of
 
 import jaxcomp as jc
 
@@ -56,17 +58,11 @@ FORMS = {
 }
 
 
-def mesh_of(shape=(N,), kind=AxisType.Auto, names=("data", "model")):
-    devices = jax.devices()[: int(np.prod(shape))]
-    return jax.make_mesh(shape, names[: len(shape)], axis_types=(kind,) * len(shape), devices=devices)
-
-
 def on(mesh, tree, spec=None):
     return jax.device_put(tree, NamedSharding(mesh, P() if spec is None else spec))
 
 
-def assert_close(found, want, **options):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **{"rtol": 2e-5, "atol": 1e-6, **options}), found, want)
+assert_close = functools.partial(close, rtol=2e-5)
 
 
 def step_of(grad_fn, params, batch, mesh=None, **named):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from hostile import FRAME, decode_guarded, same
+from hostile import FRAME, decode_guarded, same, survives
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import ROWS, D
@@ -58,27 +58,23 @@ def examples():
 EXAMPLES = examples()
 
 
-CASES = [(row, d) for row in ROWS for d in (D, 0) if d or not row.fixed_length]
-
-
 @pytest.mark.sampled
-@pytest.mark.parametrize(("row", "d"), CASES, ids=[f"{row.name}-{d}" for row, d in CASES])
-def test_round_trip_of_every_compressor(row, d, key, seed):
-    x = jnp.asarray(np.random.default_rng(seed).standard_t(3, d), jnp.float32)
-
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_round_trip_of_every_compressor(row, key, seed):
     @jax.jit
     def run(x, key):
         payload = jc.roundtrip(row.compressor, x, key=key)[1]
         return payload, jc.code_bits(payload)
 
-    payload, bits = run(x, key)
-    host = jax.tree.map(np.asarray, payload)
-    for code, spare in (("fixed", 40), ("elias", 80), ("best", 80)):
-        data = jc.wire.encode(payload, code=code)
-        assert same(jc.wire.decode(data), payload)
-        # Frame, types, shapes and byte padding are all there is besides the code.
-        sent = int(bits) if code == "fixed" else int(jc.code_bits(host, code=code))
-        assert 0 <= 8 * len(data) - sent <= 8 * (FRAME + spare)
+    for d in (D,) if row.fixed_length else (D, 0):
+        payload, bits = run(jnp.asarray(np.random.default_rng(seed).standard_t(3, d), jnp.float32), key)
+        host = jax.tree.map(np.asarray, payload)
+        for code, spare in (("fixed", 40), ("elias", 80), ("best", 80)):
+            data = jc.wire.encode(payload, code=code)
+            assert same(jc.wire.decode(data), payload)
+            # Frame, types, shapes and byte padding are all there is besides the code.
+            sent = int(bits) if code == "fixed" else int(jc.code_bits(host, code=code))
+            assert 0 <= 8 * len(data) - sent <= 8 * (FRAME + spare)
 
 
 @pytest.mark.sampled
@@ -156,14 +152,7 @@ def test_bit_flips_are_caught_by_the_checksum(name, data):
 @settings(max_examples=500, deadline=None)
 @given(st.sampled_from(sorted(EXAMPLES)), st.data())
 def test_bit_flips_under_a_correct_checksum(name, data):
-    """A sender that lies: decodes to some payload that survives another round trip, or WireError."""
-    body = bytearray(unseal(jc.wire.encode(EXAMPLES[name])))
-    for _ in range(data.draw(st.integers(1, 3))):
-        bit = data.draw(st.integers(0, 8 * len(body) - 1))
-        body[bit // 8] ^= 1 << bit % 8
-    payload = decode_guarded(seal(bytes(body)))
-    if payload is not None:
-        assert same(jc.wire.decode(jc.wire.encode(payload)), payload)
+    assert survives(EXAMPLES[name], data)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -269,17 +258,8 @@ def test_varint_round_trip(value):
         EXAMPLES["sketch"]._replace(zero=np.zeros(1, np.int32)),
     ],
     ids=[
-        "array",
-        "tuple",
-        "dict",
-        "complex",
-        "nine dims",
-        "i64 indices",
-        "lengths differ",
-        "negative",
-        "lists too long",
-        "keys that do not ascend",
-        "half a zero",
+        *("array", "tuple", "dict", "complex", "nine dims", "i64 indices", "lengths differ", "negative"),
+        *("lists too long", "keys that do not ascend", "half a zero"),
     ],
 )
 def test_encode_refuses_what_is_not_a_payload(payload):
