@@ -110,7 +110,7 @@ class _Table(NamedTuple):
 def _table(lengths: Array) -> _Table:
     xp = namespace(lengths)
     each = xp.arange(1, FULL, dtype=xp.int32)
-    numbers = xp.sum(lengths == each[:, None], axis=1, dtype=xp.int32)
+    numbers = xp.sum(lengths[None] == each[:, None], axis=1, dtype=xp.int32)
     bounds = xp.cumsum(numbers << (FULL - each), dtype=xp.int32)
     offsets = xp.cumsum(numbers, dtype=xp.int32)
     order = xp.argsort(xp.where(lengths > 0, lengths, FULL), stable=True)
@@ -278,7 +278,7 @@ def decode_symbols(
     def step(state):
         position, number = state
         aligned = _reversed(read_fields(words, position, FULL)).astype(xp.int32)
-        length = 1 + xp.sum(aligned[:, None] >= table.bounds, axis=1, dtype=xp.int32)
+        length = 1 + xp.sum(aligned[:, None] >= table.bounds[None], axis=1, dtype=xp.int32)
         rank = gather(table.offsets, length) + ((aligned - gather(table.bases, length)) >> (FULL - length))
         symbol = gather(table.order, xp.clip(rank, 0, lengths.shape[0] - 1))
         real = number < count

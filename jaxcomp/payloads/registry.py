@@ -252,10 +252,7 @@ def code_bits(payload: Any, *, code: str = "fixed") -> Array | int:
     """
     if code not in CODES:
         raise ValueError(f"code_bits: code must be one of {', '.join(CODES)}; got {code!r}")
-    return _bits_of(family_of(payload, "code_bits").codings(payload, code), code)
-
-
-def _bits_of(choices: Choices, code: str) -> Array | int:
+    choices = family_of(payload, "code_bits").codings(payload, code)
     bits = shortest(choices.codings, code)[1]
     return bits if choices.rest is None else bits + choices.rest()
 
@@ -403,7 +400,8 @@ def counted(payload: Any, like: Any, code: str | None) -> tuple[int, Array | flo
             bits, entries = cheap_bits(part), family.entries(part)
         else:
             choices = family.codings(part, code or "fixed")
-            bits = _bits_of(choices, code or "fixed")
+            bits = shortest(choices.codings, code or "fixed")[1]
+            bits = bits if choices.rest is None else bits + choices.rest()
             entries = family.entries(part) if choices.entries is None else choices.entries
         found = (bits, like.size // max(rows, 1) if entries is None else entries)
         return [x.astype(jnp.float32) if isinstance(x, jax.Array) else float(x) for x in found]
@@ -477,6 +475,13 @@ def limits(payload: Any, lengths: Any) -> list:
 # Plain numbers, with a scale or without: bits, words and bytes are those of the arrays
 
 
+def _dense_codings(payload: Dense, code: str) -> Choices:
+    values = payload.values
+    if hasattr(values, "dtype"):
+        return Choices([Coding(DENSE, (code,), 8 * values.size * values.dtype.itemsize)], entries=values.size)
+    return Choices([Coding(DENSE, (code,), 0)], lambda: code_bits(values, code=code))
+
+
 def _dense_entries(payload: Dense) -> Any:
     return payload.values.size if hasattr(payload.values, "dtype") else num_entries(payload.values)
 
@@ -509,7 +514,7 @@ def _read_scaled(reader: Reader) -> Scaled:
 register(
     Family(
         type=Dense,
-        codings=lambda payload, code: Choices([Coding(DENSE, (code,), 0)], lambda: message_bits(payload.values, code)),
+        codings=_dense_codings,
         check=lambda payload: None,
         write=lambda out, payload, coding: write_record(out, payload.values),
         readers={DENSE: lambda reader: Dense(read_record(reader))},

@@ -33,10 +33,9 @@ FORMS: dict[str, Any] = {
 def form_of(operator: Operator) -> str:
     """The word for the form of an operator, as `describe` says it: "Dense", "Diagonal", "LowRank", "Blocks", "Softmax".
 
-        >>> from jaxcomp.files import refusing, write_arrays
-    from jaxcomp.smoothness.operator import diagonal_of
-        >>> form_of(diagonal_of(np.ones(3)))
-        'Diagonal'
+    >>> from jaxcomp.smoothness.operator import diagonal_of
+    >>> form_of(diagonal_of(np.ones(3)))
+    'Diagonal'
     """
     return next(word for word, form in FORMS.items() if isinstance(operator, form))
 

@@ -66,9 +66,9 @@ def compressed_mean(
             The mean over the first axis is the gradient of the second level, so that the devices along "ici" have
             equal messages for "dcn", and each carries one part of them); None, which must be said, for a single worker
             without an axis.
-        via: how messages travel: "gather", "sum", "two_shot", "ladder", "concat", "ring" or "ragged" (each of them a file
-            in `jaxcomp.exchange.routes`, with what it sends); "auto" adds up what is linear, gathers the rest, and never
-            sends more than f32 would; or a `Route` of your own.
+        via: how messages travel: "gather", "sum", "two_shot", "ladder", "concat", "ring" or "ragged" (each of them is a
+            file in `jaxcomp.exchange.routes`, with what it sends); "auto" adds up what is linear, gathers the rest, and
+            never sends more than f32 would; or a `Route` of your own.
         weights: relative weight of each worker, n numbers >= 0; divided by their sum. None: those that
             the compressor brings (`dagc`), else equal.
         seed: int or key for both kinds of randomness.
