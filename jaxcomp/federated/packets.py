@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxcomp.checks import is_within
 from jaxcomp.federated.messages import Answer, Task
 from jaxcomp.transports.packets import packed
 from jaxcomp.wire import WireError
@@ -56,14 +57,14 @@ def task_of(fields: Mapping[str, Any], blobs: list[bytes]) -> Task:
     if fields.get("kind") != "task":
         raise WireError("kind of a message", fields.get("kind"), "'task'")
     norm, rounds, shares, options = (fields.get(name) for name in ("norm", "rounds", "shares", "options"))
-    if isinstance(norm, bool) or not isinstance(norm, int | float) or not norm >= 0:
+    if not is_within(norm, 0) and norm != math.inf:
         raise WireError("norm of a task", norm, "a number of at least 0")
     if not isinstance(rounds, list) or not isinstance(shares, list) or len(rounds) != len(shares):
         raise WireError("rounds of a task", rounds, "as many as shares")
     for number, share in zip(rounds, shares, strict=True):
         if isinstance(number, bool) or not isinstance(number, int):
             raise WireError("rounds of a task", number, "integers")
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1 or math.isnan(share):
+        if not is_within(share, 0, 1):
             raise WireError("shares of a task", share, "in [0, 1]")
     if not isinstance(options, str):
         raise WireError("options of a task", options, "a string")

@@ -401,6 +401,7 @@ def test_tasks_and_answers_cross_as_bytes_and_damage_is_a_wire_error():
         ("round", 1.5),
         ("norm", -1.0),
         ("norm", float("nan")),
+        ("norm", 10**400),
         ("since", -2),
         ("version", True),
         ("rounds", [1]),
