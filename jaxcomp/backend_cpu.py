@@ -96,10 +96,14 @@ def in_place(function: Callable[..., Tree], memory: Tree, *x: Tree) -> Tree:
     """
     # What the function closes over must be an argument: custom_vmap refuses what a further vmap would map.
     traced, shape = jax.make_jaxpr(function, return_shape=True)(memory, *x)
-    jaxpr, consts = traced.jaxpr, traced.consts  # apart: the rule for vmap outlives the trace that the constants are of
+    # Apart: the rule for vmap outlives the trace that the constants are of. From JAX 0.12 on a program holds them, and
+    # without them they are its first arguments.
+    jaxpr, consts, holds = traced.jaxpr, traced.consts, hasattr(traced.jaxpr, "with_consts")
+    jaxpr = jaxpr.with_consts(()) if holds else jaxpr  # pyright: ignore[reportAttributeAccessIssue]
 
     def of(consts, memory, x):
-        return jax.core.eval_jaxpr(jaxpr, consts, *memory, *x)  # pyright: ignore[reportAttributeAccessIssue]
+        first = ((), *consts) if holds else (consts,)
+        return jax.core.eval_jaxpr(jaxpr, *first, *memory, *x)  # pyright: ignore[reportAttributeAccessIssue]
 
     def once(consts, memory, x):
         steps = jnp.where(opaque_true(next(a for a in x if a.size)), 1, 0)

@@ -180,7 +180,10 @@ class Roundings:
             return carry
         if name == "scan":
             (body,) = jaxprs_in(params["jaxpr"])
-            consts, carries = params["num_consts"], params["num_carry"]
+            if "ft_in" in params:  # JAX 0.12
+                consts, carries, _ = map(len, params["ft_in"].unpack())
+            else:
+                consts, carries = params["num_consts"], params["num_carry"]
             own, carry, xs = ins[:consts], ins[consts : consts + carries], ins[consts + carries :]
             for _ in range(3):
                 outs = self.run(body, [*own, *carry, *xs])

@@ -306,7 +306,8 @@ def test_the_platform_is_that_of_the_mesh():
     jax.eval_shape(jax.shard_map(body, mesh=mesh, in_specs=jax.P(AXIS), out_specs=jax.P(AXIS)), shape(2))
     for name in ("gpu", "tpu"):
         device = jax.sharding.AbstractDevice(device_kind="", num_cores=None, platform=name)
-        described = jax.sharding.AbstractMesh((2,), (AXIS,), abstract_device=device)
+        automatic = (jax.sharding.AxisType.Auto,)
+        described = jax.sharding.AbstractMesh((2,), (AXIS,), automatic, abstract_device=device)
         jax.eval_shape(jax.shard_map(body, mesh=described, in_specs=jax.P(AXIS), out_specs=jax.P(AXIS)), shape(2))
     with jax.default_device(jax.devices("cpu")[0]):
         seen.append(platform())
