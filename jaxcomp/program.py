@@ -3,6 +3,7 @@
 Bytes follow the models that `jaxcomp.ledger` lists.
 """
 
+import collections
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -127,6 +128,7 @@ class Module:
         self.is_scheduled = "is_scheduled=true" in header
         self.sources = Sources(text.partition("\n%")[0])
         self.channels: set[str] = set()  # of collectives in fusions that were counted
+        self.readers: dict[str, dict[str, list[str]]] = {}  # attributes of what reads each instruction of a computation
         self.entry = ""
         current: dict[str, Instruction] = {}
         for line in re.sub(r"/\*.*?\*/", "", text).splitlines():  # long lists have every fifth operand numbered
@@ -150,7 +152,7 @@ class Module:
             attributes = instruction.attributes
             op = instruction.op.removesuffix("-start")
             if op in SENT or op == "send" or unknown_kind(instruction, False):
-                source, beside = self.sources.of(attributes, PACKAGE), self.beside(instruction, computation)
+                source, beside = self.source_of(instruction, computation), self.beside(instruction, computation)
                 often = 1 if times is None else times
                 for row in self.rows_of(op, instruction, computation):
                     sent, from_slice = row.sent_bytes * often, row.slice_bytes * often
@@ -245,6 +247,20 @@ class Module:
         found = self.behind_copies(name, computation)
         is_whole = found is not None and found.op == "constant" and re.fullmatch(r"-?\d+", found.operands.strip())
         return int(found.operands) if found is not None and is_whole else None
+
+    def source_of(self, instruction: Instruction, computation: str) -> str:
+        """The line that an instruction comes from; where the text does not say it, of what XLA puts behind an argument,
+        the line of the first one that reads it."""
+        found = self.sources.of(instruction.attributes, PACKAGE)
+        if found:
+            return found
+        if computation not in self.readers:
+            self.readers[computation] = collections.defaultdict(list)
+            for other in self.computations[computation].values():
+                for name in read_by(other):
+                    self.readers[computation][name].append(other.attributes)
+        readers = self.readers[computation][instruction.name]
+        return next(filter(None, (self.sources.of(attributes, PACKAGE) for attributes in readers)), "")
 
     def seen_before(self, computation: str) -> bool:
         """Whether a fusion only goes on with a collective that another one has started.

@@ -392,6 +392,12 @@ def test_a_row_has_the_line_that_it_comes_from():
     assert read(text).rows[0].source == ""
 
 
+def test_what_xla_puts_behind_an_argument_has_the_line_that_reads_it():
+    text = with_instruction("all-gather(%x), replica_groups={{0,1}}", ', metadata={op_name="w"}')
+    text = text.replace("copy(%x)", 'copy(%c), metadata={op_name="y" source_file="b.py" source_line=5}')
+    assert read(text).rows[0].source == "b.py:5"
+
+
 # ------------------------------------------------------------------------------------------------
 # Between slices of TPUs, and what the ledger does not know. Programs for slices: tests/accelerators/test_slices.py.
 
