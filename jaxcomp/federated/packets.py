@@ -56,7 +56,8 @@ def task_of(fields: Mapping[str, Any], blobs: list[bytes]) -> Task:
 
     if fields.get("kind") != "task":
         raise WireError("kind of a message", fields.get("kind"), "'task'")
-    norm, rounds, shares, options = (fields.get(name) for name in ("norm", "rounds", "shares", "options"))
+    norm: Any = fields.get("norm")
+    rounds, shares, options = (fields.get(name) for name in ("rounds", "shares", "options"))
     if not is_within(norm, 0) and norm != math.inf:
         raise WireError("norm of a task", norm, "a number of at least 0")
     if not isinstance(rounds, list) or not isinstance(shares, list) or len(rounds) != len(shares):
