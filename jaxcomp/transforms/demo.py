@@ -54,7 +54,8 @@ def demo(
             though each momentum still loses what it sent and no more. It needs all messages: routes that bring their
             sum alone are refused, and "auto" always gathers. "all": by the weights of all, as in error feedback.
         memory: dtype of delta, as for `error_feedback`.
-        via, options: as for `compressed_mean`, `weights`, `seed`, `measure`, `sharded` say.
+        via: how messages travel, as for `compressed_mean`.
+        options: its `weights`, `seed`, `measure` and `sharded`.
 
     Returns:
         `optax.GradientTransformationExtraArgs`: an optimizer; updates are equal on all workers.

@@ -139,7 +139,7 @@ def test_ragged_by_the_definition_of_its_collective(seed, monkeypatch):
 # The compressor
 
 
-def weighted_error_feedback(compressor, sent_of, d, seed):
+def assert_is_weighted_error_feedback(compressor, sent_of, d, seed):
     """Four rounds against float64, in which a worker sends `sent_of` its message; returns the state."""
     grads = gradients(seed, 4, jnp.zeros(d))
     directions, state = run_vmap(jc.compressed_mean(jc.error_feedback(compressor), AXIS, "ring"), jnp.zeros(d), grads)
@@ -157,7 +157,7 @@ def test_dagc_is_weighted_error_feedback_with_a_count_for_each_worker(seed):
     counts = jc.allocate.counts(jc.allocate.ratios(VOLUMES, 0.05), 500)
     assert counts.sum() == 100
     sent_of = lambda message: np.array([oracles.top_k(m, k) for m, k in zip(message, counts, strict=True)])
-    state = weighted_error_feedback(jc.dagc(VOLUMES, 0.05), sent_of, 500, seed)
+    state = assert_is_weighted_error_feedback(jc.dagc(VOLUMES, 0.05), sent_of, 500, seed)
     np.testing.assert_allclose(jc.info(state, each=True).achieved_ratio, counts / 500)
 
 
@@ -264,7 +264,7 @@ def test_thresholds_of_workers_are_weighted_error_feedback_too(seed):
         size = np.abs(message)
         return np.where((size > each) | (size == size.max(1, keepdims=True)), message, 0)
 
-    weighted_error_feedback(compressor, sent_of, 300, seed)
+    assert_is_weighted_error_feedback(compressor, sent_of, 300, seed)
 
 
 @pytest.mark.sampled
