@@ -47,6 +47,7 @@ __all__ = [
     "fold_in_rows",
     "for_each_row",
     "form",
+    "has_kernels",
     "in_parts",
     "in_place",
     "in_tiles",
@@ -97,6 +98,16 @@ def platform() -> str:
     name = device if isinstance(device, str) else getattr(device, "platform", None)
     name = name or jax.default_backend()
     return "gpu" if name in ("cuda", "rocm") else name
+
+
+def has_kernels() -> bool:
+    """Whether a program for TPUs may hold `kernels_tpu` here: XLA cannot cut a kernel up for several devices, so each
+    must have arrays of its own, within a `shard_map` over all axes of a mesh.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if platform() != "tpu":
+        return False
+    return set(mesh.manual_axes) == set(mesh.axis_names) if mesh.axis_names else jax.device_count() == 1
 
 
 def lanes() -> int:

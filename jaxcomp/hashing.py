@@ -12,6 +12,7 @@ workers, pairs on a grid, all at a false-alarm rate of 1e-6.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ __all__ = [
     "random_subset",
     "random_uniform",
     "scale_to",
+    "uniform_in_lanes",
 ]
 
 Array = jax.Array
@@ -54,7 +56,9 @@ def fmix32(h: Array) -> Array:
     return h ^ (h >> U32(16))
 
 
-def _words(key: Array) -> tuple[Array, Array]:
+def _words(key: Any) -> tuple[Array, Array]:
+    if isinstance(key, tuple):  # in a kernel
+        return key
     data = jax.random.key_data(wrap_key(key)).reshape(-1)
     return data[0], data[-1]
 
@@ -71,7 +75,22 @@ def _start(key: Array, place: Array) -> Array:
 
 def random_uniform(key: Array, size: int) -> Array:
     """f32[size], uniform on the 2^23 midpoints (i + 1/2) 2^-23: never 0, never 1, mean exactly 1/2."""
-    return ((random_bits(key, size) >> U32(9)).astype(jnp.float32) + jnp.float32(0.5)) * jnp.float32(2.0**-23)
+    return _of_words(random_bits(key, size))
+
+
+def uniform_in_lanes(key: Any, shape: tuple[int, int], first: Array | int = 0) -> Array:
+    """f32[shape]: of `random_uniform` those of entries that stand in rows, from row `first` on."""
+    row, lane = _rows_and_lanes(shape, first)
+    return _of_words(fmix32(_start(key, row * U32(shape[1]) + lane)))
+
+
+def _of_words(words: Array) -> Array:
+    return ((words >> U32(9)).astype(jnp.int32).astype(jnp.float32) + jnp.float32(0.5)) * jnp.float32(2.0**-23)
+
+
+def _rows_and_lanes(shape: tuple[int, int], first: Array | int) -> tuple[Array, Array]:
+    row, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    return (row + first).astype(U32), lane.astype(U32)
 
 
 def halves(key: Array, shape: tuple[int, ...], count: int) -> list[Array]:
@@ -102,25 +121,27 @@ def halves_in_pairs(key: Array, shape: tuple[int, int, int, int]) -> list[Array]
     return [word & U32(0xFFFF), word >> U32(16)]
 
 
-def halves_in_lanes(key: Array, size: int, width: int, lanes: int) -> Array:
-    """uint32[size], those of `halves(key, (size / 1024, w, 32), 32 / w)` in the order in which entries stand in words
+def halves_in_lanes(key: Any, shape: tuple[int, int], width: int, first: Array | int = 0) -> Array:
+    """uint32[shape], those of `halves(key, (size / 1024, w, 32), 32 / w)` in the order in which entries stand in words
     of w bits (`packing`): of 32 words side by side first all first codes, then all second ones, and so on.
 
-    lanes: of a register, a multiple of 64 that divides 1024 / w. Each entry computes its own word, so a word is
-    computed twice, and nothing moves from one lane to another: with rows stacked for each word, XLA for TPUs took
-    five times as long to compile, and a loop that adds them to a vector 3.7 times the cycles by its estimate.
+    shape: rows of lanes, a multiple of 64 of them that divides 1024 / w. first: number of the first row. Each entry
+    computes its own word, so a word is computed twice, and nothing moves from one lane to another: with rows stacked
+    for each word, XLA for TPUs took five times as long to compile, and a loop that adds them to a vector 3.7 times the
+    cycles by its estimate.
 
     >>> from jaxcomp.packing import Places
     >>> key, places = jax.random.key_data(jax.random.key(0)), Places(4, 2)
     >>> whole = jnp.stack(halves(key, places.shape, places.count), axis=2).reshape(-1)
-    >>> print(jnp.array_equal(halves_in_lanes(key, 2048, 4, 128), whole))
+    >>> print(jnp.array_equal(halves_in_lanes(key, (16, 128), 4).reshape(-1), whole))
     True
     """
-    shape, rows = (size // lanes, lanes), 1024 // width // lanes
-    row, lane = lax.broadcasted_iota(U32, shape, 0), lax.broadcasted_iota(U32, shape, 1)
-    pair = row % U32(rows) * U32(lanes // 64) + lane // U32(64)
-    word = fmix32(_start(key, row // U32(rows) * U32(32) + lane % U32(32)) + pair * U32(GOLDEN))
-    return jnp.where(lane // U32(32) % U32(2) == 0, word & U32(0xFFFF), word >> U32(16)).reshape(-1)
+    several = 1024 // width // shape[1]  # rows of 32 words, a power of two
+    row, lane = _rows_and_lanes(shape, first)
+    pair = (row & U32(several - 1)) * U32(shape[1] // 64) + (lane >> U32(6))
+    place = (row >> U32(several.bit_length() - 1)) * U32(32) + (lane & U32(31))
+    word = fmix32(_start(key, place) + pair * U32(GOLDEN))
+    return jnp.where(lane & U32(32) == 0, word & U32(0xFFFF), word >> U32(16))
 
 
 def as_uniform(half: Array) -> Array:

@@ -6,6 +6,7 @@ accelerators arithmetic costs nothing beside reading x, and a condition does: th
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax import lax
 from jaxcomp.arrays import bounded, exponent_of, finite, power_of_two, wide
 from jaxcomp.backend import all_finite, along_rows, fast_if, form, in_parts, largest_finite
 
-__all__ = ["block_norms", "finite_sizes", "max_abs", "room"]
+__all__ = ["block_norms", "finite_sizes", "max_abs", "norms_along", "room"]
 
 Array = jax.Array
 MARGIN = 2.0**40  # of a sum of m squares that is so many least normal numbers at most the m 2^-40-th part was lost
@@ -67,7 +68,20 @@ def _norms_on_cpu(rows: Array) -> Array:
     return fast_if(plain, lambda _, squares: jnp.sqrt(squares), lambda rows, _: _scaled_norms(rows, 2), rows, squares)
 
 
-def _norms_in_three_scales(rows: Array) -> Array:
+def norms_along(along: Callable[..., Array], x: Array, order: float) -> Array:
+    """Norms of blocks, of their finite entries, as an accelerator computes them.
+
+    Args:
+        along: (jnp.sum or jnp.max, entries) -> a number of each block, in place of `backend.along_rows`.
+        order: 2 or inf.
+    """
+    if order == 2:
+        return _norms_in_three_scales(x, along)
+    largest = along(jnp.max, finite_sizes(x))
+    return jnp.where(largest < jnp.finfo(x.dtype).tiny, jnp.zeros((), x.dtype), largest)
+
+
+def _norms_in_three_scales(rows: Array, along: Callable[..., Array] = along_rows) -> Array:
     """One pass without a condition: squares are added three times, of entries as they are, and made smaller and larger
     by 2^(3/4 e), where 2^e is above all numbers. Of the three sums each row takes one that neither overflows nor loses
     what counts.
@@ -79,8 +93,8 @@ def _norms_in_three_scales(rows: Array) -> Array:
     info = jnp.finfo(size.dtype)
     scale, most = 2.0 ** (3 * info.maxexp // 4), 2.0 ** (info.maxexp // 2 - 2)
     # The minimum keeps XLA from rewriting (x s)^2 as x^2 s^2. A sum that no row takes may overflow.
-    squares = lambda scale: along_rows(jnp.sum, jnp.square(jnp.minimum(size * jnp.asarray(scale, size.dtype), most)))
-    small, plain, large = squares(scale), along_rows(jnp.sum, jnp.square(size)), squares(1 / scale)
+    squares = lambda scale: along(jnp.sum, jnp.square(jnp.minimum(size * jnp.asarray(scale, size.dtype), most)))
+    small, plain, large = squares(scale), along(jnp.sum, jnp.square(size)), squares(1 / scale)
     is_small, is_large = plain <= info.tiny * MARGIN, plain >= info.max
     root = jnp.sqrt(jnp.where(is_small, small, jnp.where(is_large, large, plain)))
     unit = jnp.where(is_small, 1 / scale, jnp.where(is_large, scale, 1.0)).astype(size.dtype)

@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxcomp.backend import computed_once, form, lanes, materialized
 from jaxcomp.backend_tpu import of_columns, to_columns
-from jaxcomp.hashing import halves, halves_in_lanes, halves_in_pairs
+from jaxcomp.hashing import halves, halves_in_lanes, halves_in_pairs, random_uniform
 
 __all__ = ["TILE", "Lanes", "Places", "num_code_words", "pack", "places_of", "tile_of", "unpack", "width_for"]
 
@@ -162,6 +162,10 @@ class Places(NamedTuple):
         """Random numbers of each slice (`hashing.halves`)."""
         return halves(key, self.shape, self.count)
 
+    def uniform(self, key: Array) -> Array:
+        """f32[n], random numbers of all entries (`hashing.random_uniform`)."""
+        return random_uniform(key, math.prod(self.whole))
+
 
 class Pairs(Places):
     """The same places as a GPU works on them: two slices, [q, w, 16 / w, 32], of what stands at even and at odd places
@@ -247,7 +251,9 @@ class Lanes(NamedTuple):
 
     def halves(self, key: Array) -> list[Array]:
         """The random numbers of `Places.halves`, of all entries in their order."""
-        return [halves_in_lanes(key, self.size, self.width, lanes())]
+        return [halves_in_lanes(key, (self.size // lanes(), lanes()), self.width).reshape(-1)]
+
+    uniform = Places.uniform
 
 
 def _in_words(codes: list[Array], width: int) -> Array:

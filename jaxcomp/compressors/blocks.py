@@ -1,5 +1,6 @@
 """Vectors cut into blocks, each with a norm, a scale or a step of its own, and codes of their entries."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,14 +8,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp import kernels_tpu
 from jaxcomp.arrays import key_data, reshaped, weighted
-from jaxcomp.backend import computed_once, fold_in_one_pass, fold_in_rows, of_short_rows, to_short_rows
+from jaxcomp.backend import computed_once, fold_in_one_pass, fold_in_rows, has_kernels, of_short_rows, to_short_rows
 from jaxcomp.checks import is_integer
 from jaxcomp.hashing import random_uniform
 from jaxcomp.norms import block_norms
 from jaxcomp.packing import Lanes, Places, pack, places_of, unpack
 
-__all__ = ["BLOCK_SIZE", "BlockSizes", "add_worth", "added", "block_sizes", "code_words", "worth"]
+__all__ = [
+    "BLOCK_SIZE",
+    "BlockSizes",
+    "add_worth",
+    "added",
+    "block_sizes",
+    "code_words",
+    "coded",
+    "made_words",
+    "worth",
+]
 
 Array = jax.Array
 BLOCK_SIZE = 512  # entries, where nothing is said
@@ -107,16 +119,50 @@ def code_words(
     x: [d];  each: numbers of blocks.
     key: code(x, *each, noise) with noise of each entry, uniform in (0, 1).
     """
-    size, places = x.shape[0], cut.places(width)
-    noise = lambda words: [] if key is None else [random_uniform(words, size).astype(x.dtype)]
+    noise = lambda places, key: [] if key is None else [places.uniform(key).astype(x.dtype)]
+    places = cut.places(width)
     if places is None:
-        return pack(code(x, *map(cut.spread, each), *noise(key)), width)
+        uniform = [] if key is None else [random_uniform(key, x.shape[0]).astype(x.dtype)]
+        return pack(code(x, *map(cut.spread, each), *uniform), width)
+    words_of = lambda places, x, each, key: places.pack(places.each(code, x, *each, *noise(places, key)))
+    return made_words(words_of, places, cut, x, each, key)
 
-    def words_of(words, *args):
-        return places.pack(places.each(code, *args, *noise(words)))
 
-    words = () if key is None else key_data(key)
-    return computed_once(words_of, words, x, *map(places.of_blocks(cut), each)).reshape(width, -1)
+def made_words(
+    of: Callable[..., Array], places: Places | Lanes, cut: BlockSizes, x: Array, each: list[Array], key: Array | None
+) -> Array:
+    """Words [w, G] of of(places, x, each, key), computed once. x: [d]; each: numbers of blocks; key: its words."""
+    words = None if key is None else key_data(key)
+    if _in_kernels(places, cut, x, *each):
+        made = kernels_tpu.words_of(of, places.width, x, each, words)
+    else:
+        made = computed_once(functools.partial(of, places), x, [*map(places.of_blocks(cut), each)], words)
+    return made.reshape(places.width, -1)
+
+
+def coded(
+    numbers: Callable[..., Any], of: Callable[..., Array], places: Places | Lanes, cut: BlockSizes, x: Array, key: Array
+) -> tuple[Array, Array]:
+    """What is sent of each block, [count], and words [w, G] of of(places, x, others, key).
+
+    numbers: (cut, x) -> what is sent of each block, others of each block that `of` needs, where none of all this is an
+        array of its own.
+    """
+    if _in_kernels(places, cut, x) and cut.count > 1 and kernels_tpu.fits_blocks(cut.length):
+        sent, words = kernels_tpu.coded(numbers, of, places.width, cut.length, x, key_data(key))
+        return sent, words.reshape(places.width, -1)
+    sent, others = numbers(cut, x)
+    return sent, made_words(of, places, cut, x, others, key)
+
+
+def _in_kernels(places: Any, cut: BlockSizes, x: Any, *each: Any) -> bool:
+    """Whether a TPU has kernels for this. Numbers of blocks may be integers below 2^24."""
+    if not isinstance(places, Lanes) or x.dtype != jnp.float32 or not has_kernels():
+        return False
+    if any(numbers.dtype not in (jnp.float32, jnp.int32) for numbers in each):
+        return False
+    equal = cut.count <= 1 or cut.count * cut.length == cut.size
+    return equal and kernels_tpu.fits(cut.size, places.width, cut.length if cut.count > 1 else None)
 
 
 def worth(value: Callable[[Array, Array], Array], words: Array, cut: BlockSizes, each: Array) -> Array:
@@ -124,6 +170,9 @@ def worth(value: Callable[[Array, Array], Array], words: Array, cut: BlockSizes,
     places = cut.places(words.shape[0])
     if places is None:
         return value(unpack(words, cut.size), cut.spread(each))
+    like = jax.eval_shape(value, jax.ShapeDtypeStruct((cut.size,), jnp.uint32), jax.ShapeDtypeStruct((1,), each.dtype))
+    if _in_kernels(places, cut, like, each):
+        return kernels_tpu.with_worth(value, like, words[None], each[None], None, width=places.width, keep=False)
     decode = lambda words, each: value(places.unpack(words), places.spread(each))
     return computed_once(decode, words, places.of_blocks(cut)(each)).reshape(-1)
 
@@ -137,7 +186,9 @@ def add_worth(
     weights: Array | None,
 ) -> Array:
     """total [d] + sum_j weights_j worth_j, of words [n, w, G] and numbers of blocks [n, count] (`base.accumulate`)."""
-    places = cut.places(words.shape[1])
+    places, width = cut.places(words.shape[1]), words.shape[1]
+    if _in_kernels(places, cut, total, each):
+        return kernels_tpu.with_worth(value, total, words, each, weights, width=width, keep=True)
     shape = (total.size,) if places is None else places.whole
 
     def add(total, message):

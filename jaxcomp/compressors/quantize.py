@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.arrays import bounded, finite, key_data, one_row, rounded_to, row_of, wide
-from jaxcomp.backend import add_each, computed_once
+from jaxcomp.arrays import bounded, finite, one_row, rounded_to, row_of, wide
+from jaxcomp.backend import add_each
 from jaxcomp.base import MOST, Compressor, Spec, State, on_vectors
 from jaxcomp.checks import check_like, contraction, is_whole
-from jaxcomp.compressors.blocks import BLOCK_SIZE, BlockSizes, add_worth, block_sizes, worth
+from jaxcomp.compressors.blocks import BLOCK_SIZE, BlockSizes, add_worth, block_sizes, coded, made_words, worth
 from jaxcomp.factories import factory
 from jaxcomp.groups import ALONE, FIXED, Layout
 from jaxcomp.hashing import as_uniform, random_uniform
@@ -209,13 +209,13 @@ def _codes(x: Array, inverses: tuple[Array, Array], noise: Array, most: int) -> 
     return jnp.maximum(2 * level - 1 + (x < 0).astype(jnp.int32), 0).astype(jnp.uint32)
 
 
-def _words(places: Places | Lanes, most: int, x: Array, inverses: tuple[Array, ...], key: Array) -> Array:
+def _words(most: int, places: Places | Lanes, x: Array, inverses: list[Array], key: Array) -> Array:
     """`places.pack` of the codes of all entries."""
     each = zip(places.slices(x), zip(*map(places.slices, inverses), strict=True), places.halves(key), strict=True)
     return places.pack([_codes(x, inverses, as_uniform(half), most) for x, inverses, half in each])
 
 
-def _few_words(places: Places | Lanes, most: int, x: Array, inverses: tuple[Array], key: Array) -> Array:
+def _few_words(most: int, places: Places | Lanes, x: Array, inverses: list[Array], key: Array) -> Array:
     """`_words` of f32 and at most `FEW` levels, in integers, with two thirds of the operations: to fuse them is about
     half of what XLA for GPUs does to compile a step.
 
@@ -273,23 +273,33 @@ def _dithering(
             )
         return State(shared=jnp.asarray(sizes, jnp.float32))
 
+    def norms_of(cut, x):
+        norms = bounded(cut.norms(x, order), jnp.float32)
+        return up_to_bfloat16(norms) if short else norms
+
     def compress(key, x, state):
         x = x.astype(wide(x.dtype))
         cut = layout(x.shape[0])
-        norms = bounded(cut.norms(x, order), jnp.float32)
-        norms = up_to_bfloat16(norms) if short else norms
-        short_norms = rounded_to(norms, jnp.bfloat16) if short else norms
-        units = steps.unit(state.shared, cut, norms).astype(x.dtype)
         places = cut.places(width)
-        if places is None:  # entry by entry
-            codes = _codes(x, _inverses(cut.spread(units)), random_uniform(key, x.shape[0]), most)
-            return Quantized(short_norms, pack(codes, width)), state.local
-        units = places.of_blocks(cut)(units)
         few = x.dtype == jnp.float32 and most <= FEW and np.max(sizes) <= 0.25  # then 1 / unit is a normal number
-        inverses = (_inverse(units),) if few else _inverses(units)
-        words_of = functools.partial(_few_words if few else _words, places, most)
-        words = computed_once(words_of, x, inverses, key_data(key))
-        return Quantized(short_norms, words.reshape(width, -1)), state.local
+
+        def numbers(cut, x):
+            norms = norms_of(cut, x)
+            units = steps.unit(state.shared, cut, norms).astype(x.dtype)
+            return norms, [_inverse(units)] if few else [*_inverses(units)]
+
+        words_of = functools.partial(_few_words if few else _words, most)
+        if places is None:  # entry by entry
+            norms = norms_of(cut, x)
+            units = steps.unit(state.shared, cut, norms).astype(x.dtype)
+            codes = _codes(x, _inverses(cut.spread(units)), random_uniform(key, x.shape[0]), most)
+            words = pack(codes, width)
+        elif varying:
+            norms, inverses = numbers(cut, x)
+            words = made_words(words_of, places, cut, x, inverses, key)
+        else:
+            norms, words = coded(numbers, words_of, places, cut, x, key)
+        return Quantized(rounded_to(norms, jnp.bfloat16) if short else norms, words), state.local
 
     def decompress(payload, shared, like):
         cut = layout(like.size)

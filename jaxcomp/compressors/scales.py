@@ -154,7 +154,8 @@ def _times_power(y: Array, exponent: Array) -> Array:
     """y 2^exponent, f32, of y with at most 16 bits before and 22 after the point; NaN for the exponent of NaN, 128."""
     word = lax.bitcast_convert_type(y, U32)
     sign = word & U32(1 << 31)
-    normal = jnp.minimum((word ^ sign) + (exponent.astype(U32) << U32(23)), U32(0x7F7FFFFF))
+    normal = (word ^ sign) + (exponent.astype(U32) << U32(23))
+    normal = jnp.where((normal >> U32(23)).astype(I32) > 254, U32(0x7F7FFFFF), normal)  # TPUs have no unsigned minimum
     steps = jnp.abs(y) * power_of_two(jnp.minimum(exponent + 149, 127), jnp.float32)  # of 2^-149
     small = steps < 2.0**23
     size = jnp.where(small, jnp.where(small, steps, 0).astype(U32), normal)

@@ -1,0 +1,367 @@
+"""Kernels for TPUs: entries become words of codes, and words entries, in one pass over memory.
+
+XLA for TPUs moves codes between lanes by transposing all of them, in several kernels, and writes a program for each
+message of a tree. Here a word goes to the lanes of its codes by rotation, and some rows are worked on at a time, in a
+loop. By the bundles of its program a v5e adds a message in fewer cycles than it takes to read and write the entries.
+
+A row of 128 words is four groups, side by side, of 32 words each, which hold 8 / w rows of entries (`packing`). So row
+i of the rows of a group holds, in its lanes [32 g, 32 (g + 1)), codes 4 i + g of the words of the group.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxcomp.arrays import is_shapes, weighted
+from jaxcomp.hashing import halves_in_lanes, uniform_in_lanes
+from jaxcomp.norms import norms_along
+
+__all__ = ["Blocks", "Registers", "coded", "fits", "fits_blocks", "with_worth", "words_of"]
+
+Array = jax.Array
+U32 = jnp.uint32
+LANES = 128
+GROUPS = 4  # of 32 words, in a row of lanes
+ROWS = 256  # of lanes, that are worked on at a time
+BLOCK = 8 * ROWS  # rows that are fetched at a time
+
+
+def fits(size: int, width: int, length: int | None) -> bool:
+    """Whether there are kernels for so many entries, coded in so many bits, and blocks of this length (None: one)."""
+    if width not in (1, 2, 4, 8) or size < ROWS * LANES or size * width % (32 * LANES):
+        return False
+    return length is None or (length >= 32 and length.bit_count() == 1)
+
+
+def fits_blocks(length: int) -> bool:
+    """Whether `coded` has kernels for blocks of this length, too."""
+    return LANES <= length <= 32 * LANES
+
+
+class Registers(NamedTuple):
+    """`packing.Places` of some rows of entries within a kernel, [rows, 128].
+
+    first: number of the first row. scratch: u32[rows, 128], on the chip.
+    """
+
+    width: int
+    first: Array
+    scratch: Any
+
+    def slices(self, each: Array) -> list[Array]:
+        """[1] slice, all entries."""
+        return [each]
+
+    def each(self, code: Callable[..., Array], *numbers: Array) -> list[Array]:
+        """code(*numbers), once."""
+        return [code(*numbers)]
+
+    def halves(self, key: Any) -> list[Array]:
+        """The random numbers of `Places.halves`."""
+        return [halves_in_lanes(key, self.scratch.shape, self.width, self.first)]
+
+    def uniform(self, key: Any) -> Array:
+        """The random numbers of `Places.uniform`."""
+        return uniform_in_lanes(key, self.scratch.shape, self.first)
+
+    def unpack(self, words: Array) -> Array:
+        """Codes of words [rows w / 32, 128]: each group is turned to all lanes, and every lane takes its bits."""
+        width, group, count = self.width, _group(words.shape), 8 // self.width
+        turned = [words, *(pltpu.roll(words, 32 * k, 1) for k in range(1, GROUPS))]
+        for m in range(GROUPS):
+            one = turned[0]
+            for k in range(1, GROUPS):
+                one = jnp.where((group - m) & (GROUPS - 1) == k, turned[k], one)
+            for i in range(count):
+                codes = (one >> (width * (GROUPS * i + group)).astype(U32)) & U32((1 << width) - 1)
+                self.scratch[pl.ds(m * count + i, words.shape[0], stride=GROUPS * count), :] = codes
+        return self.scratch[...]
+
+    def pack(self, codes: list[Array]) -> Array:
+        """Inverse of `unpack`, of the only slice."""
+        self.scratch[...] = codes[0]
+        width, count = self.width, 8 // self.width
+        rows = codes[0].shape[0] // (GROUPS * count)
+        group = _group((rows, LANES))
+        words = jnp.zeros((rows, LANES), U32)
+        for m in range(GROUPS):
+            one = jnp.zeros((rows, LANES), U32)
+            for i in range(count):
+                part = self.scratch[pl.ds(m * count + i, rows, stride=GROUPS * count), :]
+                one = one | part << (width * (GROUPS * i + group)).astype(U32)
+            one = one | pltpu.roll(one, 64, 1)
+            one = one | pltpu.roll(one, 32, 1)  # the words of group m, in all groups of lanes
+            words = jnp.where(group == m, one, words)
+        return words
+
+
+class Blocks(NamedTuple):
+    """Some rows of entries in blocks of a power of two, 128 to 4096, within a kernel (`compressors.blocks.BlockSizes`).
+
+    A number of each block is a column, [blocks, 1].
+    """
+
+    length: int
+    scratch: Any
+
+    def norms(self, x: Array, order: float) -> Array:
+        """Norm of each block."""
+        return norms_along(self._reduced, x, order)
+
+    def spread(self, each: Array) -> Array:
+        """A number of each block at its entries."""
+        rows, several = jnp.broadcast_to(each, (len(each), LANES)), self.length // LANES
+        for i in range(several):
+            self.scratch[pl.ds(i, len(each), stride=several), :] = lax.bitcast_convert_type(rows, U32)
+        return lax.bitcast_convert_type(self.scratch[...], jnp.float32)
+
+    def _reduced(self, reduce: Callable[..., Array], x: Array) -> Array:
+        """`jnp.sum` or `jnp.max` of each block: of rows of lanes first, and of the lanes of what is left."""
+        several, join = self.length // LANES, {jnp.sum: jnp.add, jnp.max: jnp.maximum}[reduce]
+        self.scratch[...] = lax.bitcast_convert_type(x, U32)
+        rows = [self.scratch[pl.ds(i, len(x) // several, stride=several), :] for i in range(several)]
+        together = functools.reduce(join, [lax.bitcast_convert_type(row, jnp.float32) for row in rows])
+        return reduce(together, axis=1, keepdims=True)
+
+
+def _group(shape: tuple[int, ...]) -> Array:
+    return lax.broadcasted_iota(jnp.int32, shape, 1) >> 5
+
+
+# ------------------------------------------------------------------------------------------------
+# Operands: how they stand in memory, which part of them a block of rows needs, and what some rows read of that
+
+
+class _Operand(NamedTuple):
+    """array: of several messages stacked.  spec: for `pallas_call`.  read(ref, first row of the block, row in it)."""
+
+    array: Array
+    spec: Any
+    read: Callable[..., Any]
+
+
+def _rows(x: Array, per_entry: int = 1, messages: bool = False) -> _Operand:
+    """Of each entry, or of `per_entry` entries a number; of each message, where there are several."""
+    shape, count = (x.size // LANES, LANES), ROWS // per_entry
+    shape = (x.shape[0], shape[0] // x.shape[0], LANES) if messages else shape
+    block = (BLOCK // per_entry, LANES)
+    spec = (
+        pl.BlockSpec((None, *block), lambda i, j: (j, i, 0)) if messages else pl.BlockSpec(block, lambda i, j: (i, 0))
+    )
+    return _Operand(x.reshape(shape), spec, lambda ref, _, c: ref[pl.ds(c * count, count), :])
+
+
+def _numbers(each: Array, size: int, messages: bool) -> _Operand:
+    """Of all entries one number, of each one, or of each block of a power of two: [..., m]. Integers below 2^24 are
+    added up as floats.
+    """
+    dtype, each = each.dtype, each.astype(jnp.float32)
+    array, spec, read = _floats(each if messages else each[None], size)
+    return _Operand(array, spec, lambda *args: read(*args).astype(dtype))
+
+
+def _floats(each: Array, size: int) -> _Operand:
+    count = each.shape[-1]
+    if count == 1:
+        spec = pl.BlockSpec((None, 1, 1), lambda i, j: (j, 0, 0))
+        return _Operand(each[:, None], spec, lambda ref, *_: jnp.broadcast_to(ref[...], (ROWS, LANES)))
+    if count == size:
+        return _rows(each, messages=True)
+    length = size // count
+    lines = max(1, BLOCK // length)  # rows of numbers that a block of rows needs
+    lined = jnp.pad(each, ((0, 0), (0, -count % (lines * LANES)))).reshape(len(each), -1, lines, LANES)
+    spec = pl.BlockSpec((None, None, lines, LANES), lambda i, j: (j, i * BLOCK // max(length, BLOCK), 0, 0))
+    return _Operand(lined, spec, lambda ref, block, c: _spread(ref, length, _first(block, c, length)))
+
+
+def _spread(numbers: Any, length: int, first: Array) -> Array:
+    """Numbers of blocks, as rows of lanes, at the entries of the rows from `first` on: of each row, or of some lanes
+    of it, the one number that is not masked, added up. Exact, since the others are zeros.
+    """
+    rows = min(length, ROWS)  # for which one row of numbers serves
+    lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
+    row = lax.broadcasted_iota(jnp.int32, (rows, LANES), 0) + lax.rem(first, jnp.int32(length))
+    parts = []
+    for k in range(ROWS // rows):
+        line = jnp.broadcast_to(numbers[pl.ds(lax.div(first, jnp.int32(length)) + k, 1), :], (rows, LANES))
+        one = lambda mask: jnp.sum(jnp.where(mask, line, 0.0), axis=1, keepdims=True)  # noqa: B023
+        if length >= LANES:
+            each = length // LANES
+            part = jnp.broadcast_to(one((lane * each <= row) & (row < lane * each + each)), (rows, LANES))
+        else:
+            few = LANES // length
+            part = jnp.broadcast_to(one(lane == row * few), (rows, LANES))
+            for g in range(1, few):
+                part = jnp.where(lane < g * length, part, one(lane == row * few + g))
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+def words_of(of: Callable[..., Array], width: int, x: Array, numbers: Sequence[Array], key: Any = None) -> Array:
+    """Words, u32[size w / 32], of `of(places, x, numbers, key)`.
+
+    Args:
+        of: with `Registers` in place of `packing.Places`, rows of all arrays, and the two words of a key.
+        x: f32[size]. numbers: f32, [1], [size], or [m] of m equal blocks. key: words of a key, u32[2]; or None.
+    """
+    operands = [_rows(x), *(_numbers(each, x.size, messages=False) for each in numbers)]
+    body = lambda places, key, parts, *_: [of(places, parts[0], parts[1:], _of_key(key))]
+    return _called(body, operands, key, [_words(width)], width, 1, x.size)[0]
+
+
+def coded(
+    numbers: Callable[..., Any], of: Callable[..., Array], width: int, length: int, x: Array, key: Any
+) -> tuple[Array, Array]:
+    """What is sent of each block, f32[blocks], and the words, u32[size w / 32], in one read of the entries.
+
+    Args:
+        numbers: (blocks, x) -> a number of each block, to be sent, and others, which `of` needs; with `Blocks` in place
+            of `compressors.blocks.BlockSizes`.
+        of: as for `words_of`.
+    """
+
+    def body(places, key, parts, *_):
+        blocks = Blocks(length, places.scratch)
+        sent, others = numbers(blocks, parts[0])
+        return [sent, of(places, parts[0], [blocks.spread(each) for each in others], _of_key(key))]
+
+    lines, words = _called(body, [_rows(x)], key, [_lines(length), _words(width)], width, 1, x.size)
+    return lines[: x.size // length], words
+
+
+def with_worth(
+    of: Callable[..., Array], total: Any, words: Array, each: Array, weights: Array | None, *, width: int, keep: bool
+) -> Array:
+    """total + sum_j weights_j of(codes_j, each_j), f32[size]; of(codes_0, each_0) where nothing is to be added.
+
+    Args:
+        of: of rows of entries.
+        total: f32[size], which may be written into, or its shape for zeros.
+        words: u32[n, ...], of codes of w bits. each: f32, [n, 1], [n, size], or [n, m] of m equal blocks.
+        weights: [n], or None for all ones. keep: whether a sum is meant, which turns -0 into 0.
+    """
+    n, size = len(words), total.size
+    operands = [_rows(words, 32 // width, messages=True), _numbers(each, size, messages=True)]
+    weights = None if weights is None else weights.astype(jnp.float32)
+
+    def body(places, weights, parts, before, message):
+        worth = weighted(of(places.unpack(parts[0]), parts[1]), None if weights is None else weights[0, message])
+        return [before + worth if keep else worth]
+
+    start = None if is_shapes(total) else total.reshape(-1, LANES)
+    return _called(body, operands, weights, [_made(jnp.float32)], width, n, size, start)[0]
+
+
+def _of_key(key: Any) -> tuple[Array, Array] | None:
+    return None if key is None else (key[0, 0], key[0, 1])
+
+
+class _Result(NamedTuple):
+    """shape(size): for so many entries.  spec: for `pallas_call`.  write(ref, what was made, block, row in it)."""
+
+    shape: Callable[[int], jax.ShapeDtypeStruct]
+    spec: Any
+    write: Callable[..., None]
+
+
+def _made(dtype: Any, per_entry: int = 1) -> _Result:
+    count = ROWS // per_entry
+
+    def write(ref, made, _, c):
+        ref[pl.ds(c * count, count), :] = made
+
+    spec = pl.BlockSpec((BLOCK // per_entry, LANES), lambda i, _: (i, 0))
+    return _Result(lambda size: jax.ShapeDtypeStruct((size // per_entry // LANES, LANES), dtype), spec, write)
+
+
+def _words(width: int) -> _Result:
+    return _made(U32, 32 // width)
+
+
+def _lines(length: int) -> _Result:
+    """Numbers of blocks one after the other in the lanes, of columns."""
+    lines, several, rows = max(1, BLOCK // length), length // LANES, min(length, ROWS)
+    few = rows // several
+
+    def write(ref, made, block, c):
+        first = _first(block, c, length)
+        start = lax.div(lax.rem(first, jnp.int32(length)), jnp.int32(several))
+        lane = lax.broadcasted_iota(jnp.int32, (few, LANES), 1) - start
+        hit = lane == lax.broadcasted_iota(jnp.int32, (few, LANES), 0)
+        for k in range(ROWS // rows):
+            column = jnp.broadcast_to(made[k * few : (k + 1) * few], (few, LANES))
+            line = jnp.sum(jnp.where(hit, column, 0.0), axis=0, keepdims=True)
+            at = pl.ds(lax.div(first, jnp.int32(length)) + k, 1)
+            ref[at, :] = jnp.where((lane[:1] >= 0) & (lane[:1] < few), line, ref[at, :])
+
+    shape = lambda size: jax.ShapeDtypeStruct((-(-size // length // (lines * LANES)), lines, LANES), jnp.float32)
+    spec = pl.BlockSpec((None, lines, LANES), lambda i, _: (i * BLOCK // max(length, BLOCK), 0, 0))
+    return _Result(shape, spec, write)
+
+
+def _first(block: Array, c: Array, length: int) -> Array:
+    """The first row, counted from the first line of numbers that its block of rows needs."""
+    return c * ROWS if length <= BLOCK else lax.rem(block * BLOCK + c * ROWS, jnp.int32(length))
+
+
+def _called(
+    body: Callable[..., list[Array]],
+    operands: list[_Operand],
+    scalars: Array | None,
+    results: list[_Result],
+    width: int,
+    messages: int,
+    size: int,
+    start: Array | None = None,
+) -> list[Array]:
+    """body(places, scalars, parts, before, message) for some rows after the other, and for each message: what was made
+    of those before it, at first of `start`, or zeros, is `before`. Each result as a vector.
+    """
+    known, given = [] if scalars is None else [scalars[None]], [each.array for each in operands]
+    one = lambda x: pl.BlockSpec(x.shape, lambda i, j: (0, 0), memory_space=pltpu.SMEM)
+    specs = [*map(one, known), *(each.spec for each in operands)]
+    if start is not None:
+        given, specs = [*given, start], [*specs, results[0].spec]
+
+    def kernel(*refs):
+        *refs, scratch = refs
+        made, refs = refs[-len(results) :], refs[: -len(results)]
+        block, message = pl.program_id(0), pl.program_id(1)
+
+        def some(c, nothing):
+            parts = [each.read(ref, block, c) for each, ref in zip(operands, refs[len(known) :], strict=False)]
+            at = pl.ds(c * ROWS, ROWS)
+            before = jnp.float32(0) if start is None else refs[-1][at, :]
+            if messages > 1:
+                before = jnp.where(message == 0, before, made[0][at, :])
+            places = Registers(width, block * BLOCK + c * ROWS, scratch)
+            found = body(places, refs[0] if known else None, parts, before, message)
+            for result, ref, array in zip(results, made, found, strict=True):
+                result.write(ref, array, block, c)
+            return nothing
+
+        lax.fori_loop(jnp.int32(0), jnp.int32(BLOCK // ROWS), some, jnp.int32(0))
+
+    kinds = [jax.typeof(x).manual_axis_type for x in (*known, *given)]
+    kind = type(kinds[0])(varying=frozenset().union(*(kind.varying for kind in kinds)))
+    shapes = [result.shape(size) for result in results]
+    call = pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct(like.shape, like.dtype, manual_axis_type=kind) for like in shapes],
+        grid=(-(-size // (BLOCK * LANES)), messages),
+        in_specs=specs,
+        out_specs=[result.spec for result in results],
+        scratch_shapes=[pltpu.VMEM((ROWS, LANES), U32)],
+        input_output_aliases={} if start is None else {len(specs) - 1: 0},
+    )
+    with jax.enable_x64(False):  # kernels have no integers of 64 bits
+        return [made.reshape(-1) for made in call(*known, *given)]
