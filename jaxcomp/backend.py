@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jaxcomp import backend_cpu, backend_gpu, backend_tpu
+from jaxcomp import backend_cpu, backend_gpu, backend_tpu, kernels_tpu
 from jaxcomp.arrays import as_words, bounded, check_decoded, finite, is_shapes, like_of, weighted, zeros_like
 
 __all__ = [
@@ -255,6 +255,8 @@ def form(portable: Callable[..., Tree], *, on_cpu: Any = None, on_gpu: Any = Non
 
 def running(join: Callable[[Array, Array], Array], x: Array) -> Array:
     """Running sums (`jnp.add`), or maxima (`jnp.maximum`) of integers, along the last axis, in their dtype."""
+    if x.ndim == 1 and x.dtype == jnp.int32 and x.size >= kernels_tpu.ROWS * kernels_tpu.LANES and has_kernels():
+        return kernels_tpu.running(join, x)
     if platform() == "tpu":
         return backend_tpu.running(join, x)
     return jnp.cumsum(x, -1, x.dtype) if join is jnp.add else lax.cummax(x, x.ndim - 1)
@@ -369,7 +371,7 @@ def in_tiles(function: Callable[[Tree], Array], tile: int, x: Array, words: Arra
 
 
 class Pieces(NamedTuple):
-    """leaves: [d_1], ..., [d_m] of any dtypes, end to end the first entries of a vector, whose others are zero."""
+    """leaves: of any shapes and dtypes, end to end the first entries of a vector, whose others are zero."""
 
     leaves: tuple[Array, ...]
 
@@ -386,7 +388,7 @@ def end_to_end(leaves: Sequence[Array], dtype: Any) -> Array:
     """Leaves of any shapes as one vector of a dtype; no entries for no leaves."""
     if len(leaves) == 1:
         return leaves[0].reshape(-1).astype(dtype)
-    vectors = [lax.reshape(jnp.asarray(leaf, dtype), (leaf.size,)) for leaf in leaves if leaf.size]
+    vectors = [jnp.asarray(lax.reshape(leaf, (leaf.size,)), dtype) for leaf in leaves if leaf.size]
     if not vectors:
         return jnp.zeros((0,), dtype)
     return backend_cpu.concatenated(vectors) if platform() == "cpu" else lax.concatenate(vectors, 0)
@@ -481,7 +483,7 @@ def accumulated(one: Callable[..., Array], memory: Tree, grads: Tree, *others: T
                 return backend_cpu.piece_by_piece(one, e, g, *others)
             if len(g.leaves) > {"cpu": math.inf, "gpu": OPERANDS}.get(platform(), 1):
                 if platform() == "tpu" and e.size < 2**31:  # which its numbers can tell
-                    return materialized(backend_tpu.added_by_leaf(one, e, g.leaves, *others))
+                    return materialized(backend_tpu.added_by_leaf(one, e, g.leaves, *others, kernels=has_kernels()))
                 return materialized(_added_in_parts(one, e, g, *others))
             g = join_pieces(g, e)
         return in_place(one, e, g, *others, with_readers=True)

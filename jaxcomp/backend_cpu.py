@@ -256,7 +256,7 @@ def piece_by_piece(one: Callable[..., Array], memory: Array, pieces: Any, *other
         whole = jnp.pad(whole, (0, memory.size - whole.size)).reshape(memory.shape)
         return in_place(one, memory, whole, *others)
 
-    return unless_mapped(added, joined)(memory, pieces.leaves, others)
+    return unless_mapped(added, joined)(memory, tuple(x.reshape(-1) for x in pieces.leaves), others)
 
 
 def _computed(x: Array, zero: Array) -> Array:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp import kernels_tpu
 from jaxcomp.arrays import is_shapes
 from jaxcomp.backend_cpu import starts_of
 
@@ -236,14 +237,24 @@ def zeros_if_shape(total: Tree, messages: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jnp.full(leaf.shape, zero.astype(leaf.dtype)), total)
 
 
-def added_by_leaf(one: Callable[..., Array], memory: Array, leaves: Sequence[Array], *others: Array) -> Array:
+def added_by_leaf(
+    one: Callable[..., Array], memory: Array, leaves: Sequence[Array], *others: Array, kernels: bool
+) -> Array:
     """Each leaf to its part of the memory, in its place. Where a part begins XLA does not know: so leaves of one shape
     are one kernel to compile, where each would be one of its own, and all joined, and then added, a vector more.
+
+    kernels: whether leaves that `kernels_tpu` takes are given to it.
     """
     after, leaves = lax.optimization_barrier(memory.reshape(-1)), [leaf for leaf in leaves if leaf.size]
-    starts = lax.optimization_barrier(jnp.asarray(starts_of([leaf.size for leaf in leaves]), jnp.int32))
-    for start, leaf in zip(starts, leaves, strict=True):
-        part, *rest = (lax.dynamic_slice_in_dim(x.reshape(-1), start, leaf.size) for x in (after, *others))
+    numbers, others = starts_of([leaf.size for leaf in leaves]), tuple(x.reshape(-1) for x in others)
+    starts = lax.optimization_barrier(jnp.asarray(numbers, jnp.int32))
+    tiles = starts // kernels_tpu.TILE
+    for i, (number, leaf) in enumerate(zip(numbers, leaves, strict=True)):
+        few = kernels_tpu.rows_of_leaf(leaf, memory.dtype) if kernels else None
+        if few and not (number % kernels_tpu.TILE or after.size % kernels_tpu.TILE):
+            after = kernels_tpu.into_vector(one, few, after, tiles[i], leaf, *others)
+            continue
+        part, *rest = (lax.dynamic_slice_in_dim(x, starts[i], leaf.size) for x in (after, *others))
         now = one(part, leaf.reshape(-1).astype(memory.dtype), *rest)
-        after = lax.dynamic_update_slice_in_dim(after, now, start, 0)
+        after = lax.dynamic_update_slice_in_dim(after, now, starts[i], 0)
     return after.reshape(memory.shape)

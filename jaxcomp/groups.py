@@ -236,7 +236,7 @@ def split(groups: Groups, tree: Any, *, pieces: bool | tuple[bool, ...] = False)
 
     arrays = []
     for group in groups.groups:
-        own: Any = Pieces(tuple(jnp.reshape(leaves[i], (leaves[i].size,)) for i in group.leaves))
+        own: Any = Pieces(tuple(jnp.asarray(leaves[i]) for i in group.leaves))
         unjoined = pieces[group.part] if isinstance(pieces, tuple) else pieces
         if not unjoined or len(own.leaves) == 1 or group.small:
             own = join_pieces(own, jax.ShapeDtypeStruct(group.shape, _common(leaf.dtype for leaf in own.leaves)))

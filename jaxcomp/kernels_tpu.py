@@ -1,4 +1,4 @@
-"""Kernels for TPUs: entries become words of codes, and words entries, in one pass over memory.
+"""Kernels for TPUs: entries become words of codes, words entries, and leaves parts of a vector, in one pass each.
 
 XLA for TPUs moves codes between lanes by transposing all of them, in several kernels, and writes a program for each
 message of a tree. Here a word goes to the lanes of its codes by rotation, and some rows are worked on at a time, in a
@@ -9,6 +9,7 @@ i of the rows of a group holds, in its lanes [32 g, 32 (g + 1)), codes 4 i + g o
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,9 +21,18 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxcomp.arrays import is_shapes, weighted
 from jaxcomp.hashing import halves_in_lanes, uniform_in_lanes
-from jaxcomp.norms import norms_along
 
-__all__ = ["Blocks", "Registers", "coded", "fits", "fits_blocks", "with_worth", "words_of"]
+__all__ = [
+    "Blocks",
+    "Registers",
+    "coded",
+    "fits",
+    "fits_blocks",
+    "into_vector",
+    "rows_of_leaf",
+    "with_worth",
+    "words_of",
+]
 
 Array = jax.Array
 U32 = jnp.uint32
@@ -110,10 +120,6 @@ class Blocks(NamedTuple):
     length: int
     scratch: Any
 
-    def norms(self, x: Array, order: float) -> Array:
-        """Norm of each block."""
-        return norms_along(self._reduced, x, order)
-
     def spread(self, each: Array) -> Array:
         """A number of each block at its entries."""
         rows, several = jnp.broadcast_to(each, (len(each), LANES)), self.length // LANES
@@ -121,7 +127,7 @@ class Blocks(NamedTuple):
             self.scratch[pl.ds(i, len(each), stride=several), :] = lax.bitcast_convert_type(rows, U32)
         return lax.bitcast_convert_type(self.scratch[...], jnp.float32)
 
-    def _reduced(self, reduce: Callable[..., Array], x: Array) -> Array:
+    def along(self, reduce: Callable[..., Array], x: Array) -> Array:
         """`jnp.sum` or `jnp.max` of each block: of rows of lanes first, and of the lanes of what is left."""
         several, join = self.length // LANES, {jnp.sum: jnp.add, jnp.max: jnp.maximum}[reduce]
         self.scratch[...] = lax.bitcast_convert_type(x, U32)
@@ -313,6 +319,13 @@ def _first(block: Array, c: Array, length: int) -> Array:
     return c * ROWS if length <= BLOCK else lax.rem(block * BLOCK + c * ROWS, jnp.int32(length))
 
 
+def _typed(like: Any, *arrays: Array) -> jax.ShapeDtypeStruct:
+    """The shape, typed as differing over all mesh axes over which one of the arrays differs."""
+    kinds = [jax.typeof(x).manual_axis_type for x in arrays]
+    kind = type(kinds[0])(varying=frozenset().union(*(kind.varying for kind in kinds)))
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, manual_axis_type=kind)
+
+
 def _called(
     body: Callable[..., list[Array]],
     operands: list[_Operand],
@@ -351,12 +364,9 @@ def _called(
 
         lax.fori_loop(jnp.int32(0), jnp.int32(BLOCK // ROWS), some, jnp.int32(0))
 
-    kinds = [jax.typeof(x).manual_axis_type for x in (*known, *given)]
-    kind = type(kinds[0])(varying=frozenset().union(*(kind.varying for kind in kinds)))
-    shapes = [result.shape(size) for result in results]
     call = pl.pallas_call(
         kernel,
-        out_shape=[jax.ShapeDtypeStruct(like.shape, like.dtype, manual_axis_type=kind) for like in shapes],
+        out_shape=[_typed(result.shape(size), *known, *given) for result in results],
         grid=(-(-size // (BLOCK * LANES)), messages),
         in_specs=specs,
         out_specs=[result.spec for result in results],
@@ -365,3 +375,118 @@ def _called(
     )
     with jax.enable_x64(False):  # kernels have no integers of 64 bits
         return [made.reshape(-1) for made in call(*known, *given)]
+
+
+# ------------------------------------------------------------------------------------------------
+# Leaves, and the vectors that they are parts of
+
+
+LARGE = 2**18  # entries of a leaf that are fetched at a time
+TILE = 8 * LANES  # entries, in whole numbers of which a vector is cut
+
+
+def rows_of_leaf(leaf: Any, dtype: Any) -> int | None:
+    """How many rows of a leaf `into_vector` takes at a time; None where a leaf has no such rows."""
+    if leaf.ndim < 2 or dtype != jnp.float32 or leaf.dtype not in (jnp.float32, jnp.bfloat16):
+        return None
+    rows, length, least = leaf.size // max(leaf.shape[-1], 1), leaf.shape[-1], 32 // leaf.dtype.itemsize
+    if not leaf.size or length % LANES or rows % least or least * length > LARGE:
+        return None
+    return max(few for few in range(least, rows + 1, least) if rows % few == 0 and few * length <= LARGE)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # traced once for leaves of one shape
+def into_vector(one: Callable[..., Array], few: int, vector: Array, tile: Array, leaf: Array, *others: Array) -> Array:
+    """The vector, with one(part, leaf, *parts of the others) in the place of a part of it, written into it.
+
+    XLA lays a leaf out as a vector first, and adds that to a part which it then copies into the vector.
+
+    Args:
+        one: of entries. few: `rows_of_leaf`.
+        vector, others: f32[d], where 1024 divides d. tile: i32[], the part begins at entry 1024 tile.
+    """
+    several = leaf.shape[-1] // LANES
+    tiles = few * several // 8
+    given = [x.reshape(-1, 8, LANES) for x in (vector, *others)]
+
+    def kernel(_, leaf, *refs):
+        *refs, made, scratch = refs
+        for i in range(several):
+            part = leaf[:, i * LANES : (i + 1) * LANES].astype(jnp.float32)
+            scratch[pl.ds(i, few, stride=several), :] = part
+        step = math.gcd(tiles, ROWS // 8)
+
+        def some(c, nothing):
+            at = pl.ds(c * step, step)
+            entries = scratch[pl.ds(c * step * 8, step * 8), :].reshape(step, 8, LANES)
+            made[at] = one(refs[0][at], entries, *(ref[at] for ref in refs[1:]))
+            return nothing
+
+        lax.fori_loop(jnp.int32(0), jnp.int32(tiles // step), some, jnp.int32(0))
+
+    part = pl.BlockSpec(
+        (pl.Element(tiles), pl.Element(8), pl.Element(LANES)), lambda i, first: (first[0] + i * tiles, 0, 0)
+    )
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=(leaf.size // (few * leaf.shape[-1]),),
+        in_specs=[pl.BlockSpec((few, leaf.shape[-1]), lambda i, _: (i, 0)), *[part] * len(given)],
+        out_specs=part,
+        scratch_shapes=[pltpu.VMEM((tiles * 8, LANES), jnp.float32)],
+    )
+    leaf = leaf.reshape(-1, leaf.shape[-1])
+    call = pl.pallas_call(
+        kernel,
+        out_shape=_typed(given[0], tile, leaf, *given),
+        grid_spec=grid,
+        input_output_aliases={2: 0},
+    )
+    with jax.enable_x64(False):
+        return call(tile[None], leaf, *given).reshape(-1)
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=0)  # traced once for each length
+def running(join: Callable[[Array, Array], Array], x: Array) -> Array:
+    """Running sums (`jnp.add`) or maxima (`jnp.maximum`) of i32[d]: within rows of lanes and over some rows by doubling
+    the distance, and what is before these rows is kept from step to step.
+    """
+    least = 0 if join is jnp.add else jnp.iinfo(jnp.int32).min
+
+    def doubled(part, place, axis):
+        for distance in (1 << i for i in range((part.shape[axis] - 1).bit_length())):
+            part = join(part, jnp.where(place >= distance, pltpu.roll(part, distance, axis), least))
+        return part
+
+    def kernel(x, made, before):
+        row, lane = (lax.broadcasted_iota(jnp.int32, (ROWS, LANES), axis) for axis in (0, 1))
+
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            before[...] = jnp.full((1, LANES), least, jnp.int32)
+
+        def some(c, nothing):
+            at = pl.ds(c * ROWS, ROWS)
+            own = doubled(x[at, :], lane, 1)
+            ends = doubled(jnp.broadcast_to(own[:, LANES - 1 :], own.shape), row, 0)
+            above = jnp.where(row >= 1, pltpu.roll(ends, 1, 0), least)
+            made[at, :] = join(join(own, above), jnp.broadcast_to(before[...], own.shape))
+            before[...] = join(before[...], ends[ROWS - 1 :])
+            return nothing
+
+        lax.fori_loop(jnp.int32(0), jnp.int32(BLOCK // ROWS), some, jnp.int32(0))
+
+    rows = jnp.pad(x, (0, -x.size % LANES)).reshape(-1, LANES)
+    spec = pl.BlockSpec((BLOCK, LANES), lambda i: (i, 0))
+    call = pl.pallas_call(
+        kernel,
+        out_shape=_typed(rows, rows),
+        grid=(-(-len(rows) // BLOCK),),
+        in_specs=[spec],
+        out_specs=spec,
+        scratch_shapes=[pltpu.VMEM((1, LANES), jnp.int32)],
+    )
+    with jax.enable_x64(False):
+        return call(rows).reshape(-1)[: x.size]

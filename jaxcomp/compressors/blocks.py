@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxcomp.arrays import key_data, reshaped, weighted
 from jaxcomp.backend import computed_once, fold_in_one_pass, fold_in_rows, has_kernels, of_short_rows, to_short_rows
 from jaxcomp.checks import is_integer
 from jaxcomp.hashing import random_uniform
-from jaxcomp.norms import block_norms
+from jaxcomp.norms import block_norms, norms_along
 from jaxcomp.packing import Lanes, Places, pack, places_of, unpack
 
 __all__ = [
@@ -149,10 +149,20 @@ def coded(
         array of its own.
     """
     if _in_kernels(places, cut, x) and cut.count > 1 and kernels_tpu.fits_blocks(cut.length):
-        sent, words = kernels_tpu.coded(numbers, of, places.width, cut.length, x, key_data(key))
+        of_blocks = lambda blocks, x: numbers(_InRegisters(blocks), x)
+        sent, words = kernels_tpu.coded(of_blocks, of, places.width, cut.length, x, key_data(key))
         return sent, words.reshape(places.width, -1)
     sent, others = numbers(cut, x)
     return sent, made_words(of, places, cut, x, others, key)
+
+
+class _InRegisters(NamedTuple):
+    """`BlockSizes` within a kernel."""
+
+    blocks: kernels_tpu.Blocks
+
+    def norms(self, x: Array, order: float) -> Array:
+        return norms_along(self.blocks.along, x, order)
 
 
 def _in_kernels(places: Any, cut: BlockSizes, x: Any, *each: Any) -> bool:
