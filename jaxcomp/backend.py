@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jaxcomp import backend_cpu, backend_gpu, backend_tpu, kernels_tpu
+from jaxcomp import backend_cpu, backend_gpu, backend_tpu, backend_tpu_kernels
 from jaxcomp.arrays import as_words, bounded, check_decoded, finite, is_shapes, like_of, weighted, zeros_like
 
 __all__ = [
@@ -101,8 +101,8 @@ def platform() -> str:
 
 
 def has_kernels() -> bool:
-    """Whether a program for TPUs may hold `kernels_tpu` here: XLA cannot cut a kernel up for several devices, so each
-    must have arrays of its own, within a `shard_map` over all axes of a mesh.
+    """Whether a program may hold kernels here (`backend_tpu_kernels`): on TPUs, where each device has its
+    own arrays, within a `shard_map` over all axes of a mesh. XLA cannot cut a kernel up for several devices.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if platform() != "tpu":
@@ -255,8 +255,8 @@ def form(portable: Callable[..., Tree], *, on_cpu: Any = None, on_gpu: Any = Non
 
 def running(join: Callable[[Array, Array], Array], x: Array) -> Array:
     """Running sums (`jnp.add`), or maxima (`jnp.maximum`) of integers, along the last axis, in their dtype."""
-    if x.ndim == 1 and x.dtype == jnp.int32 and x.size >= kernels_tpu.ROWS * kernels_tpu.LANES and has_kernels():
-        return kernels_tpu.running(join, x)
+    if has_kernels() and backend_tpu_kernels.runs(x):
+        return backend_tpu_kernels.running(join, x)
     if platform() == "tpu":
         return backend_tpu.running(join, x)
     return jnp.cumsum(x, -1, x.dtype) if join is jnp.add else lax.cummax(x, x.ndim - 1)
@@ -391,6 +391,9 @@ def end_to_end(leaves: Sequence[Array], dtype: Any) -> Array:
     vectors = [jnp.asarray(lax.reshape(leaf, (leaf.size,)), dtype) for leaf in leaves if leaf.size]
     if not vectors:
         return jnp.zeros((0,), dtype)
+    whole = backend_tpu.leaves_joined([leaf for leaf in leaves if leaf.size], dtype) if has_kernels() else None
+    if whole is not None:
+        return whole
     return backend_cpu.concatenated(vectors) if platform() == "cpu" else lax.concatenate(vectors, 0)
 
 

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp import kernels_tpu
+from jaxcomp import backend_tpu_kernels
 from jaxcomp.arrays import is_shapes
 from jaxcomp.backend_cpu import starts_of
+from jaxcomp.backend_tpu_kernels import TILE
 
 __all__ = [
     "LANES",
@@ -25,6 +26,7 @@ __all__ = [
     "cut_apart",
     "flattened",
     "in_rows",
+    "leaves_joined",
     "of_columns",
     "of_short_rows",
     "over_rows",
@@ -243,18 +245,49 @@ def added_by_leaf(
     """Each leaf to its part of the memory, in its place. Where a part begins XLA does not know: so leaves of one shape
     are one kernel to compile, where each would be one of its own, and all joined, and then added, a vector more.
 
-    kernels: whether leaves that `kernels_tpu` takes are given to it.
+    kernels: whether leaves go through `backend_tpu_kernels` where these take them.
     """
     after, leaves = lax.optimization_barrier(memory.reshape(-1)), [leaf for leaf in leaves if leaf.size]
-    numbers, others = starts_of([leaf.size for leaf in leaves]), tuple(x.reshape(-1) for x in others)
-    starts = lax.optimization_barrier(jnp.asarray(numbers, jnp.int32))
-    tiles = starts // kernels_tpu.TILE
-    for i, (number, leaf) in enumerate(zip(numbers, leaves, strict=True)):
-        few = kernels_tpu.rows_of_leaf(leaf, memory.dtype) if kernels else None
-        if few and not (number % kernels_tpu.TILE or after.size % kernels_tpu.TILE):
-            after = kernels_tpu.into_vector(one, few, after, tiles[i], leaf, *others)
+    there, others = _parts(leaves), tuple(x.reshape(-1) for x in others)
+    few = _rows_at_a_time(leaves, after) if kernels else [None] * len(leaves)
+    for start, leaf, some in zip(there, leaves, few, strict=True):
+        if some:
+            after = backend_tpu_kernels.into_vector(one, some, after.size, start // TILE, leaf, (after, *others))
             continue
-        part, *rest = (lax.dynamic_slice_in_dim(x, starts[i], leaf.size) for x in (after, *others))
+        part, *rest = (lax.dynamic_slice_in_dim(x, start, leaf.size) for x in (after, *others))
         now = one(part, leaf.reshape(-1).astype(memory.dtype), *rest)
-        after = lax.dynamic_update_slice_in_dim(after, now, starts[i], 0)
+        after = lax.dynamic_update_slice_in_dim(after, now, start, 0)
     return after.reshape(memory.shape)
+
+
+def leaves_joined(leaves: Sequence[Array], dtype: Any) -> Array | None:
+    """Leaves end to end, each written into its part, at first those that kernels take; None where they take none."""
+    like = jax.ShapeDtypeStruct((sum(leaf.size for leaf in leaves),), dtype)
+    parts = list(zip(_parts(leaves), leaves, _rows_at_a_time(leaves, like), strict=True))
+    whole = None
+    for start, leaf, few in parts:
+        if few:
+            before = () if whole is None else (whole,)
+            whole = backend_tpu_kernels.into_vector(_second, few, like.size, start // TILE, leaf, before)
+    for start, leaf, few in parts:
+        if whole is not None and not few:
+            whole = lax.dynamic_update_slice_in_dim(whole, leaf.reshape(-1).astype(dtype), start, 0)
+    return whole
+
+
+def _second(_: Array, entries: Array) -> Array:
+    return entries
+
+
+def _parts(leaves: Sequence[Array]) -> list[Array]:
+    """The beginnings of the parts of a vector, which XLA does not know."""
+    starts = lax.optimization_barrier(jnp.asarray(starts_of([leaf.size for leaf in leaves]), jnp.int32))
+    return [starts[i] for i in range(len(leaves))]
+
+
+def _rows_at_a_time(leaves: Sequence[Array], vector: Any) -> list[int | None]:
+    """`backend_tpu_kernels.rows_of_leaf` of each leaf, as a part of a vector that begins with a tile."""
+    starts = starts_of([leaf.size for leaf in leaves])
+    fits = lambda start: not (start % TILE or vector.size % TILE)
+    each = zip(starts, leaves, strict=True)
+    return [backend_tpu_kernels.rows_of_leaf(leaf, vector.dtype) if fits(start) else None for start, leaf in each]

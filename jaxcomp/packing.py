@@ -10,6 +10,7 @@ Within a group, code i occupies bits [i*w, (i+1)*w) of the 32*w bits, least sign
 """
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -309,11 +310,19 @@ def unpack(words: Array, size: int) -> Array:
         return (codes & U32((1 << width) - 1) if width < 32 else codes).reshape(-1)[:size]
     start = np.arange(32) * width
     row, shift = start // 32, (start % 32).astype(np.uint32)[:, None]
-    low = words[row] >> shift
+    rows_of = form(_side_by_side, on_cpu=operator.getitem, on_gpu=operator.getitem)
+    low = rows_of(words, row) >> shift
     # A code that straddles two words takes its high bits from the next one. A shift by 32 is
     # undefined, so codes that start at bit 0 are masked out instead.
-    high = jnp.where(shift == 0, U32(0), words[np.minimum(row + 1, width - 1)] << ((32 - shift) % np.uint32(32)))
+    high = jnp.where(
+        shift == 0, U32(0), rows_of(words, np.minimum(row + 1, width - 1)) << ((32 - shift) % np.uint32(32))
+    )
     return ((low | high) & U32((1 << width) - 1)).reshape(-1)[:size]
+
+
+def _side_by_side(words: Array, rows: np.ndarray) -> Array:
+    """words[rows], of which XLA for TPUs would make 256 kernels."""
+    return jnp.concatenate([lax.index_in_dim(words, int(row)) for row in rows])
 
 
 # ------------------------------------------------------------------------------------------------

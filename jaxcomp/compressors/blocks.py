@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp import kernels_tpu
+from jaxcomp import backend_tpu_kernels
 from jaxcomp.arrays import key_data, reshaped, weighted
 from jaxcomp.backend import computed_once, fold_in_one_pass, fold_in_rows, has_kernels, of_short_rows, to_short_rows
 from jaxcomp.checks import is_integer
@@ -23,7 +23,7 @@ __all__ = [
     "added",
     "block_sizes",
     "code_words",
-    "coded",
+    "coded_blocks",
     "made_words",
     "worth",
 ]
@@ -134,23 +134,23 @@ def made_words(
     """Words [w, G] of of(places, x, each, key), computed once. x: [d]; each: numbers of blocks; key: its words."""
     words = None if key is None else key_data(key)
     if _in_kernels(places, cut, x, *each):
-        made = kernels_tpu.words_of(of, places.width, x, each, words)
+        made = backend_tpu_kernels.words_of(of, places.width, x, each, words)
     else:
         made = computed_once(functools.partial(of, places), x, [*map(places.of_blocks(cut), each)], words)
     return made.reshape(places.width, -1)
 
 
-def coded(
+def coded_blocks(
     numbers: Callable[..., Any], of: Callable[..., Array], places: Places | Lanes, cut: BlockSizes, x: Array, key: Array
 ) -> tuple[Array, Array]:
-    """What is sent of each block, [count], and words [w, G] of of(places, x, others, key).
+    """Numbers of blocks as they are sent, [count], and words [w, G] of of(places, x, others, key).
 
     numbers: (cut, x) -> what is sent of each block, others of each block that `of` needs, where none of all this is an
         array of its own.
     """
-    if _in_kernels(places, cut, x) and cut.count > 1 and kernels_tpu.fits_blocks(cut.length):
+    if _in_kernels(places, cut, x) and cut.count > 1 and backend_tpu_kernels.fits_blocks(cut.length):
         of_blocks = lambda blocks, x: numbers(_InRegisters(blocks), x)
-        sent, words = kernels_tpu.coded(of_blocks, of, places.width, cut.length, x, key_data(key))
+        sent, words = backend_tpu_kernels.coded_rows(of_blocks, of, places.width, cut.length, x, key_data(key))
         return sent, words.reshape(places.width, -1)
     sent, others = numbers(cut, x)
     return sent, made_words(of, places, cut, x, others, key)
@@ -159,7 +159,7 @@ def coded(
 class _InRegisters(NamedTuple):
     """`BlockSizes` within a kernel."""
 
-    blocks: kernels_tpu.Blocks
+    blocks: backend_tpu_kernels.BlockedRows
 
     def norms(self, x: Array, order: float) -> Array:
         return norms_along(self.blocks.along, x, order)
@@ -172,7 +172,7 @@ def _in_kernels(places: Any, cut: BlockSizes, x: Any, *each: Any) -> bool:
     if any(numbers.dtype not in (jnp.float32, jnp.int32) for numbers in each):
         return False
     equal = cut.count <= 1 or cut.count * cut.length == cut.size
-    return equal and kernels_tpu.fits(cut.size, places.width, cut.length if cut.count > 1 else None)
+    return equal and backend_tpu_kernels.fits(cut.size, places.width, cut.length if cut.count > 1 else None)
 
 
 def worth(value: Callable[[Array, Array], Array], words: Array, cut: BlockSizes, each: Array) -> Array:
@@ -182,7 +182,9 @@ def worth(value: Callable[[Array, Array], Array], words: Array, cut: BlockSizes,
         return value(unpack(words, cut.size), cut.spread(each))
     like = jax.eval_shape(value, jax.ShapeDtypeStruct((cut.size,), jnp.uint32), jax.ShapeDtypeStruct((1,), each.dtype))
     if _in_kernels(places, cut, like, each):
-        return kernels_tpu.with_worth(value, like, words[None], each[None], None, width=places.width, keep=False)
+        return backend_tpu_kernels.with_worth(
+            value, like, words[None], each[None], None, width=places.width, keep=False
+        )
     decode = lambda words, each: value(places.unpack(words), places.spread(each))
     return computed_once(decode, words, places.of_blocks(cut)(each)).reshape(-1)
 
@@ -198,7 +200,7 @@ def add_worth(
     """total [d] + sum_j weights_j worth_j, of words [n, w, G] and numbers of blocks [n, count] (`base.accumulate`)."""
     places, width = cut.places(words.shape[1]), words.shape[1]
     if _in_kernels(places, cut, total, each):
-        return kernels_tpu.with_worth(value, total, words, each, weights, width=width, keep=True)
+        return backend_tpu_kernels.with_worth(value, total, words, each, weights, width=width, keep=True)
     shape = (total.size,) if places is None else places.whole
 
     def add(total, message):

@@ -14,7 +14,7 @@ from jaxcomp.arrays import bounded, finite, one_row, rounded_to, row_of, wide
 from jaxcomp.backend import add_each
 from jaxcomp.base import MOST, Compressor, Spec, State, on_vectors
 from jaxcomp.checks import check_like, contraction, is_whole
-from jaxcomp.compressors.blocks import BLOCK_SIZE, BlockSizes, add_worth, block_sizes, coded, made_words, worth
+from jaxcomp.compressors.blocks import BLOCK_SIZE, BlockSizes, add_worth, block_sizes, coded_blocks, made_words, worth
 from jaxcomp.factories import factory
 from jaxcomp.groups import ALONE, FIXED, Layout
 from jaxcomp.hashing import as_uniform, random_uniform
@@ -298,7 +298,7 @@ def _dithering(
             norms, inverses = numbers(cut, x)
             words = made_words(words_of, places, cut, x, inverses, key)
         else:
-            norms, words = coded(numbers, words_of, places, cut, x, key)
+            norms, words = coded_blocks(numbers, words_of, places, cut, x, key)
         return Quantized(rounded_to(norms, jnp.bfloat16) if short else norms, words), state.local
 
     def decompress(payload, shared, like):

@@ -23,13 +23,15 @@ from jaxcomp.arrays import is_shapes, weighted
 from jaxcomp.hashing import halves_in_lanes, uniform_in_lanes
 
 __all__ = [
-    "Blocks",
+    "BlockedRows",
     "Registers",
-    "coded",
+    "coded_rows",
     "fits",
     "fits_blocks",
     "into_vector",
     "rows_of_leaf",
+    "running",
+    "runs",
     "with_worth",
     "words_of",
 ]
@@ -50,7 +52,7 @@ def fits(size: int, width: int, length: int | None) -> bool:
 
 
 def fits_blocks(length: int) -> bool:
-    """Whether `coded` has kernels for blocks of this length, too."""
+    """Whether `coded_rows` has kernels for blocks of this length, too."""
     return LANES <= length <= 32 * LANES
 
 
@@ -111,7 +113,7 @@ class Registers(NamedTuple):
         return words
 
 
-class Blocks(NamedTuple):
+class BlockedRows(NamedTuple):
     """Some rows of entries in blocks of a power of two, 128 to 4096, within a kernel (`compressors.blocks.BlockSizes`).
 
     A number of each block is a column, [blocks, 1].
@@ -153,7 +155,7 @@ class _Operand(NamedTuple):
 
 
 def _rows(x: Array, per_entry: int = 1, messages: bool = False) -> _Operand:
-    """Of each entry, or of `per_entry` entries a number; of each message, where there are several."""
+    """A number of each entry, or of `per_entry` entries; of each message, where there are several."""
     shape, count = (x.size // LANES, LANES), ROWS // per_entry
     shape = (x.shape[0], shape[0] // x.shape[0], LANES) if messages else shape
     block = (BLOCK // per_entry, LANES)
@@ -164,8 +166,8 @@ def _rows(x: Array, per_entry: int = 1, messages: bool = False) -> _Operand:
 
 
 def _numbers(each: Array, size: int, messages: bool) -> _Operand:
-    """Of all entries one number, of each one, or of each block of a power of two: [..., m]. Integers below 2^24 are
-    added up as floats.
+    """A number of all entries, of each one, or of each block of a power of two: [..., m]. Integers below 2^24 are added
+    up as floats.
     """
     dtype, each = each.dtype, each.astype(jnp.float32)
     array, spec, read = _floats(each if messages else each[None], size)
@@ -224,19 +226,19 @@ def words_of(of: Callable[..., Array], width: int, x: Array, numbers: Sequence[A
     return _called(body, operands, key, [_words(width)], width, 1, x.size)[0]
 
 
-def coded(
+def coded_rows(
     numbers: Callable[..., Any], of: Callable[..., Array], width: int, length: int, x: Array, key: Any
 ) -> tuple[Array, Array]:
-    """What is sent of each block, f32[blocks], and the words, u32[size w / 32], in one read of the entries.
+    """Numbers of blocks as they are sent, f32[blocks], and words, u32[size w / 32], in one read of the entries.
 
     Args:
-        numbers: (blocks, x) -> a number of each block, to be sent, and others, which `of` needs; with `Blocks` in place
-            of `compressors.blocks.BlockSizes`.
+        numbers: (blocks, x) -> a number of each block, to be sent, and others, which `of` needs; with `BlockedRows` in
+            place of `compressors.blocks.BlockSizes`.
         of: as for `words_of`.
     """
 
     def body(places, key, parts, *_):
-        blocks = Blocks(length, places.scratch)
+        blocks = BlockedRows(length, places.scratch)
         sent, others = numbers(blocks, parts[0])
         return [sent, of(places, parts[0], [blocks.spread(each) for each in others], _of_key(key))]
 
@@ -395,19 +397,22 @@ def rows_of_leaf(leaf: Any, dtype: Any) -> int | None:
     return max(few for few in range(least, rows + 1, least) if rows % few == 0 and few * length <= LARGE)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))  # traced once for leaves of one shape
-def into_vector(one: Callable[..., Array], few: int, vector: Array, tile: Array, leaf: Array, *others: Array) -> Array:
-    """The vector, with one(part, leaf, *parts of the others) in the place of a part of it, written into it.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # traced once for leaves of one shape
+def into_vector(
+    one: Callable[..., Array], few: int, size: int, tile: Array, leaf: Array, vectors: tuple[Array, ...]
+) -> Array:
+    """The first of some vectors, with one(*parts of the vectors, leaf) in the place of a part of it, written into it;
+    without vectors, one of which only this part is there.
 
     XLA lays a leaf out as a vector first, and adds that to a part which it then copies into the vector.
 
     Args:
-        one: of entries. few: `rows_of_leaf`.
-        vector, others: f32[d], where 1024 divides d. tile: i32[], the part begins at entry 1024 tile.
+        one: of entries. few: `rows_of_leaf`. size: d, a multiple of 1024.
+        tile: i32[], the part begins at entry 1024 tile. vectors: f32[d].
     """
-    several = leaf.shape[-1] // LANES
+    several, leaf = leaf.shape[-1] // LANES, leaf.reshape(-1, leaf.shape[-1])
     tiles = few * several // 8
-    given = [x.reshape(-1, 8, LANES) for x in (vector, *others)]
+    given = [x.reshape(-1, 8, LANES) for x in vectors]
 
     def kernel(_, leaf, *refs):
         *refs, made, scratch = refs
@@ -419,33 +424,38 @@ def into_vector(one: Callable[..., Array], few: int, vector: Array, tile: Array,
         def some(c, nothing):
             at = pl.ds(c * step, step)
             entries = scratch[pl.ds(c * step * 8, step * 8), :].reshape(step, 8, LANES)
-            made[at] = one(refs[0][at], entries, *(ref[at] for ref in refs[1:]))
+            first, *others = [ref[at] for ref in refs] or [None]
+            made[at] = entries if first is None else one(first, entries, *others)
             return nothing
 
         lax.fori_loop(jnp.int32(0), jnp.int32(tiles // step), some, jnp.int32(0))
 
-    part = pl.BlockSpec(
-        (pl.Element(tiles), pl.Element(8), pl.Element(LANES)), lambda i, first: (first[0] + i * tiles, 0, 0)
-    )
+    shape = pl.Element(tiles), pl.Element(8), pl.Element(LANES)
+    part = pl.BlockSpec(shape, lambda i, first: (first[0] + i * tiles, 0, 0))
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
-        grid=(leaf.size // (few * leaf.shape[-1]),),
-        in_specs=[pl.BlockSpec((few, leaf.shape[-1]), lambda i, _: (i, 0)), *[part] * len(given)],
+        grid=(len(leaf) // few,),
+        in_specs=[pl.BlockSpec((few, leaf.shape[1]), lambda i, _: (i, 0)), *[part] * len(given)],
         out_specs=part,
         scratch_shapes=[pltpu.VMEM((tiles * 8, LANES), jnp.float32)],
     )
-    leaf = leaf.reshape(-1, leaf.shape[-1])
+    whole = jax.ShapeDtypeStruct((size // TILE, 8, LANES), jnp.float32)
     call = pl.pallas_call(
         kernel,
-        out_shape=_typed(given[0], tile, leaf, *given),
+        out_shape=_typed(whole, tile, leaf, *given),
         grid_spec=grid,
-        input_output_aliases={2: 0},
+        input_output_aliases={2: 0} if given else {},
     )
     with jax.enable_x64(False):
         return call(tile[None], leaf, *given).reshape(-1)
 
 
 # ------------------------------------------------------------------------------------------------
+
+
+def runs(x: Array) -> bool:
+    """Whether `running` takes it."""
+    return x.ndim == 1 and x.dtype == jnp.int32 and x.size >= ROWS * LANES
 
 
 @functools.partial(jax.jit, static_argnums=0)  # traced once for each length

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import jaxcomp as jc
-from jaxcomp import kernels_tpu
+from jaxcomp import backend, backend_tpu_kernels
 from jaxcomp.base import accumulate
 from jaxcomp.compressors import blocks
 from tests.jitted import made_for
 
-ROW = kernels_tpu.ROWS * kernels_tpu.LANES
-SIZES = [ROW, ROW + 3 * 4096, 8 * ROW, 8 * ROW + 4096, 17 * ROW]  # less than a block of rows, one, and parts of more
+ROW = backend_tpu_kernels.ROWS * backend_tpu_kernels.LANES
+SIZES = [ROW, 8 * ROW + 4096, 17 * ROW]  # less than what is fetched at a time, and more, of which a part is left
 ROWS = {
     "dithering": lambda d: jc.dithering(7),
     "dithering, 4096 entries": lambda d: jc.dithering(1, block_size=4096),
@@ -36,16 +36,19 @@ def with_kernels(monkeypatch):
     """function(*args) as a TPU computes it with kernels, interpreted; of which there must be so many."""
 
     def run(count, function, *args):
-        calls, real = [], kernels_tpu.pl.pallas_call
+        calls, real = [], backend_tpu_kernels.pl.pallas_call
 
         def interpreted(*args, **kwargs):
             calls.append(args)
             return real(*args, interpret=True, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(kernels_tpu.pl, "pallas_call", interpreted)
-            patch.setattr(blocks, "has_kernels", lambda: True)
+            patch.setattr(backend_tpu_kernels.pl, "pallas_call", interpreted)
+            for module in (backend, blocks):
+                patch.setattr(module, "has_kernels", lambda: True)
             found = made_for("tpu", function, *args)
+        for kept in (backend_tpu_kernels.into_vector, backend_tpu_kernels.running):
+            kept.clear_cache()  # the interpreted ones
         assert len(calls) == count
         return found
 
@@ -100,3 +103,43 @@ def test_zeros_and_what_is_not_finite(with_kernels):
     for compressor in (jc.dithering(7), jc.block_scaled("int8"), jc.terngrad()):
         found = with_kernels(2, lambda x: jc.roundtrip(compressor, x, key=KEY)[0], x)  # noqa: B023
         np.testing.assert_allclose(found, jnp.zeros(ROW).at[600].set(2.0), rtol=1e-6)
+
+
+# The second, third and seventh have whole rows of lanes and begin with a tile of 1024; the fifth does not.
+LEAVES = [(1024,), (64, 256), (3, 16, 384), (7,), (48, 128), (1017,), (16, 8192), (20, 100), (5, 100)]
+
+
+@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_leaves_are_added_to_their_parts_of_a_memory(dtype, others, seed, with_kernels):
+    """With what stands there of other vectors, too. Those whose part begins within a tile are left to XLA."""
+    rng = np.random.default_rng(seed)
+    leaves = tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape in LEAVES)
+    size = -(-sum(leaf.size for leaf in leaves) // 1024) * 1024
+    filled = np.arange(size) < sum(leaf.size for leaf in leaves)
+    memory, *rest = (jnp.asarray(rng.normal(size=size) * filled, jnp.float32) for _ in range(1 + others))
+    one = lambda e, g, *more: jnp.clip(sum(more, 0.5 * e) + jnp.where(jnp.isfinite(g), g, 0), -3.0, 3.0)
+    add = lambda memory, leaves, *rest: backend.accumulated(one, memory, backend.Pieces(leaves), *rest)
+    whole = jnp.pad(jnp.concatenate([leaf.reshape(-1).astype(jnp.float32) for leaf in leaves]), (0, size))[:size]
+    found = with_kernels(3, add, memory, leaves, *rest)
+    np.testing.assert_allclose(found, one(memory, whole, *rest), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_leaves_end_to_end(dtype, seed, with_kernels):
+    rng = np.random.default_rng(seed)
+    leaves = [jnp.asarray(rng.normal(size=shape), dtype) for shape in LEAVES]
+    odd = lambda *leaves: backend.end_to_end(leaves, jnp.float32)
+    with_kernels(0, odd, *leaves)
+    leaves.append(jnp.ones((-sum(leaf.size for leaf in leaves) % 1024,), dtype))
+    found = with_kernels(3, lambda *leaves: backend.end_to_end(leaves, jnp.float32), *leaves)
+    np.testing.assert_array_equal(found, jnp.concatenate([leaf.reshape(-1) for leaf in leaves]).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("size", [ROW, ROW + 5, 9 * ROW + 1])
+def test_running_sums_and_maxima(size, seed, with_kernels):
+    x = jnp.asarray(np.random.default_rng(seed).integers(-99, 99, size), jnp.int32)
+    both = lambda x: (backend.running(jnp.add, x), backend.running(jnp.maximum, x))
+    for found, wanted in zip(with_kernels(2, both, x), (np.cumsum(x), np.maximum.accumulate(x)), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    with_kernels(0, both, x[: ROW - 1])
