@@ -147,7 +147,9 @@ def _group(shape: tuple[int, ...]) -> Array:
 
 
 class _Operand(NamedTuple):
-    """array: of several messages stacked.  spec: for `pallas_call`.  read(ref, first row of the block, row in it)."""
+    """array: of several messages stacked.  spec: for `pallas_call`.  read(ref, block, c): of the c-th `ROWS` rows of a
+    block of rows, one for each entry.
+    """
 
     array: Array
     spec: Any
@@ -274,7 +276,9 @@ def _of_key(key: Any) -> tuple[Array, Array] | None:
 
 
 class _Result(NamedTuple):
-    """shape(size): for so many entries.  spec: for `pallas_call`.  write(ref, what was made, block, row in it)."""
+    """shape(size): for so many entries.  spec: for `pallas_call`.  write(ref, made, block, c): of the c-th `ROWS`
+    rows of a block.
+    """
 
     shape: Callable[[int], jax.ShapeDtypeStruct]
     spec: Any
