@@ -263,6 +263,8 @@ def added_by_leaf(
 def leaves_joined(leaves: Sequence[Array], dtype: Any) -> Array | None:
     """Leaves end to end, each written into its part, at first those that kernels take; None where they take none."""
     like = jax.ShapeDtypeStruct((sum(leaf.size for leaf in leaves),), dtype)
+    if like.size >= 2**31:  # which its numbers cannot tell
+        return None
     parts = list(zip(_parts(leaves), leaves, _rows_at_a_time(leaves, like), strict=True))
     whole = None
     for start, leaf, few in parts:
