@@ -32,6 +32,7 @@ __all__ = [
     "SparseSum",
     "accumulated",
     "add_each",
+    "added_at",
     "all_finite",
     "all_there",
     "along_rows",
@@ -67,11 +68,13 @@ __all__ = [
     "platform",
     "recomputes",
     "rows_at_once",
+    "rows_times",
     "running",
     "running_in_rows",
     "seen_anew",
     "shared_program",
     "side_by_side",
+    "sorted_integers",
     "step_in_place",
     "to_short_rows",
     "whole_vectors",
@@ -364,6 +367,15 @@ def in_tiles(function: Callable[[Tree], Array], tile: int, x: Array, words: Arra
     if platform() != "cpu" or x.shape[0] < 2 * tile:
         return function((x, words))
     return backend_cpu.in_tiles(function, tile, x, words)
+
+
+def rows_times(rows: Array, m: Array, axis: int) -> Array | None:
+    """Rows [n, k, l] times matrices [n, r, c] along their axis 1 or 2, [n, k, c] or [n, k, r], by a kernel; None where
+    there is none for them.
+    """
+    if not (has_kernels() and backend_tpu_kernels.multiplies(rows, m, axis)):
+        return None
+    return backend_tpu_kernels.rows_times(rows, m, axis)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -734,6 +746,19 @@ def made(arrays: Tree) -> Tree:
     """The same with vectors in the place of sums that are not made yet."""
     is_sum = lambda node: isinstance(node, SparseSum)
     return jax.tree.map(lambda x: x.made() if is_sum(x) else x, arrays, is_leaf=is_sum)
+
+
+def added_at(total: Array, indices: Array, values: Array) -> Array:
+    """A vector with values added at distinct indices, i32[k] in any order."""
+    if platform() == "tpu":  # where XLA sorts all that is not said to be sorted
+        indices, values = backend_tpu.in_order(indices, values)
+        return total.at[indices].add(values, mode="drop", indices_are_sorted=True)
+    return total.at[indices].add(values, unique_indices=True)
+
+
+def sorted_integers(x: Array) -> Array:
+    """A vector of integers, sorted."""
+    return backend_tpu.in_order(x)[0][: x.size] if platform() == "tpu" else jnp.sort(x, stable=False)
 
 
 def is_lazy(messages: SparseSum) -> bool:

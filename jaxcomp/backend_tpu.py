@@ -25,6 +25,7 @@ __all__ = [
     "along_rows",
     "cut_apart",
     "flattened",
+    "in_order",
     "in_rows",
     "leaves_joined",
     "of_columns",
@@ -177,6 +178,15 @@ def running(join: Callable[[Array, Array], Array], x: Array) -> Array:
     for distance in (1 << i for i in range(max(size - 1, 0).bit_length())):
         x = join(x, moved(x, distance, -distance))
     return x
+
+
+def in_order(keys: Array, *others: Array) -> tuple[Array, ...]:
+    """Vectors in the order of the first, of integers, and behind them its largest number up to a power of two: a sort
+    of any other length is twice the program, which takes seconds to compile.
+    """
+    rest = (1 << max(keys.size - 1, 0).bit_length()) - keys.size
+    keys = jnp.pad(keys, (0, rest), constant_values=jnp.iinfo(keys.dtype).max)
+    return tuple(lax.sort((keys, *(jnp.pad(x, (0, rest)) for x in others)), num_keys=1, is_stable=False))
 
 
 def over_rows(function: Callable[..., Tree], *rows: Tree, length: int) -> Tree:

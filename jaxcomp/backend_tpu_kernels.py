@@ -29,7 +29,9 @@ __all__ = [
     "fits",
     "fits_blocks",
     "into_vector",
+    "multiplies",
     "rows_of_leaf",
+    "rows_times",
     "running",
     "runs",
     "with_worth",
@@ -452,6 +454,87 @@ def into_vector(
     )
     with jax.enable_x64(False):
         return call(tile[None], leaf, *given).reshape(-1)
+
+
+# ------------------------------------------------------------------------------------------------
+# Products of long matrices with a few rows
+
+
+MOST_ROWS = 40  # whose three parts are rows of one matrix
+
+
+def multiplies(rows: Any, m: Any, axis: int) -> bool:
+    """Whether `rows_times` takes them."""
+    count, inside = rows.shape[1], (rows.shape[2], m.shape[axis])
+    f32 = rows.dtype == m.dtype == jnp.float32
+    return (
+        f32
+        and m.size > 0
+        and 0 < count <= MOST_ROWS
+        and inside[0] == inside[1]
+        and not any(n % LANES for n in m.shape[1:])
+    )
+
+
+@functools.partial(jax.jit, static_argnums=2)  # traced once for each shape
+def rows_times(rows: Array, m: Array, axis: int) -> Array:
+    """Rows [n, k, l] times matrices [n, r, c], along their axis 1 (l = r) or 2 (l = c): f32[n, k, c] or f32[n, k, r].
+
+    Both are cut into three numbers of 16 bits, which hold an f32, and all nine products are added up in f32: the three
+    parts of the rows are rows of one matrix, so that this takes no longer than one product.
+
+    XLA for TPUs tries several times how much of such a product fits on the chip, and compiles it each time.
+    """
+    count, k = rows.shape[:2]
+    several = -(-3 * k // 16) * 16
+    parts = jnp.concatenate(_in_three(rows), axis=1).astype(jnp.bfloat16)
+    parts = jnp.pad(parts, ((0, 0), (0, several - 3 * k), (0, 0)))
+    cut = [max(n for n in range(LANES, 513, LANES) if length % n == 0) for length in m.shape[1:]]
+    along, across = m.shape[axis] // cut[axis - 1], m.shape[3 - axis] // cut[2 - axis]
+
+    def kernel(rows, m, made, sums):
+        step = pl.program_id(2)
+
+        @pl.when(step == 0)
+        def _():
+            sums[...] = jnp.zeros(sums.shape, jnp.float32)
+
+        inside = (((1,), (axis - 1,)), ((), ()))
+        for part in _in_three(m[...]):
+            sums[...] += lax.dot_general(
+                rows[...], part.astype(jnp.bfloat16), inside, preferred_element_type=jnp.float32
+            )
+
+        @pl.when(step == along - 1)
+        def _():
+            made[...] = sums[2 * k : 3 * k] + sums[k : 2 * k] + sums[:k]
+
+    of_m = (lambda i, j, s: (i, s, j)) if axis == 1 else (lambda i, j, s: (i, j, s))
+    call = pl.pallas_call(
+        kernel,
+        out_shape=_typed(jax.ShapeDtypeStruct((count, k, m.shape[3 - axis]), jnp.float32), rows, m),
+        grid=(count, across, along),
+        in_specs=[
+            pl.BlockSpec((None, several, cut[axis - 1]), lambda i, j, s: (i, 0, s)),
+            pl.BlockSpec((None, *cut), of_m),
+        ],
+        out_specs=pl.BlockSpec((None, k, cut[2 - axis]), lambda i, j, s: (i, 0, j)),
+        scratch_shapes=[pltpu.VMEM((several, cut[2 - axis]), jnp.float32)],
+    )
+    with jax.enable_x64(False):
+        return call(parts, m)
+
+
+def _in_three(x: Array) -> list[Array]:
+    """f32 that add up to x, each with the upper 16 bits of a number alone."""
+    first = _upper(x)
+    second = _upper(x - first)
+    return [first, second, x - first - second]
+
+
+def _upper(x: Array) -> Array:
+    bits = lax.bitcast_convert_type(x, U32) & U32(0xFFFF0000)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def with_kernels(monkeypatch):
             for module in (backend, blocks):
                 patch.setattr(module, "has_kernels", lambda: True)
             found = made_for("tpu", function, *args)
-        for kept in (backend_tpu_kernels.into_vector, backend_tpu_kernels.running):
+        for kept in (backend_tpu_kernels.into_vector, backend_tpu_kernels.rows_times, backend_tpu_kernels.running):
             kept.clear_cache()  # the interpreted ones
         assert len(calls) == count
         return found
@@ -143,3 +143,29 @@ def test_running_sums_and_maxima(size, seed, with_kernels):
     for found, wanted in zip(with_kernels(2, both, x), (np.cumsum(x), np.maximum.accumulate(x)), strict=True):
         np.testing.assert_array_equal(found, wanted)
     with_kernels(0, both, x[: ROW - 1])
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("shape", [(2, 384, 1280), (1, 128, 128), (3, 1024, 256)], ids=str)
+def test_few_rows_times_matrices(shape, axis, seed, with_kernels):
+    rng = np.random.default_rng(seed)
+    m, rows = rng.standard_normal(shape), rng.standard_normal((shape[0], 4, shape[axis]))
+    m, rows = (np.asarray(x * 2.0 ** rng.integers(-9, 9, x.shape), np.float32) for x in (m, rows))
+    found = with_kernels(1, lambda rows, m: backend.rows_times(rows, m, axis), rows, m)
+    exact = np.einsum("nkl,nlc->nkc", np.float64(rows), np.float64(m if axis == 1 else m.swapaxes(1, 2)))
+    sizes = np.einsum("nkl,nlc->nkc", np.abs(rows), np.abs(m if axis == 1 else m.swapaxes(1, 2)))
+    assert np.max(np.abs(found - exact) / sizes) < 2.0**-23 * np.sqrt(shape[axis])  # of sums in f32
+    chosen = rng.integers(0, shape[axis], 4)  # and products are exact
+    ones = np.zeros_like(rows)
+    ones[:, np.arange(4), chosen] = 1
+    taken = with_kernels(1, lambda rows, m: backend.rows_times(rows, m, axis), ones, m)
+    assert np.array_equal(taken, np.take(m, chosen, axis) if axis == 1 else np.take(m, chosen, axis).swapaxes(1, 2))
+
+
+def test_kernels_multiply_what_fits():
+    like = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+    takes = backend_tpu_kernels.multiplies
+    assert takes(like(2, 4, 256), like(2, 256, 128), 1) and takes(like(2, 40, 128), like(2, 256, 128), 2)
+    assert not takes(like(2, 41, 128), like(2, 256, 128), 2)
+    assert not takes(like(2, 4, 64), like(2, 64, 128), 1)
+    assert not takes(like(2, 4, 128, dtype=jnp.bfloat16), like(2, 128, 128, dtype=jnp.bfloat16), 1)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import exponent_of, power_of_two
-from jaxcomp.backend import form, running
+from jaxcomp.backend import form, running, sorted_integers
 
 __all__ = ["Splits", "bucket_of", "in_order", "means", "of_product", "signed_splits", "sort_floats"]
 
@@ -49,7 +49,7 @@ def sort_floats(x: Array) -> Array:
     bits = lax.bitcast_convert_type(x, integer)
     # Below zero, larger magnitudes come first: their bits but for the sign are turned over.
     turn = lambda bits: jnp.where(bits < 0, bits ^ jnp.iinfo(integer).max, bits)
-    return lax.bitcast_convert_type(turn(jnp.sort(turn(bits), stable=False)), x.dtype)
+    return lax.bitcast_convert_type(turn(sorted_integers(turn(bits))), x.dtype)
 
 
 def in_order(values: Array, n: Array) -> Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import bounded, finite, key_data, weighted, wide
-from jaxcomp.backend import fold
+from jaxcomp.backend import added_at, fold
 from jaxcomp.base import Compressor, Spec, State, on_vectors
 from jaxcomp.checks import check_like
 from jaxcomp.compressors.schedule import Ratio, shown, target_of
@@ -110,7 +110,7 @@ def rand_k(
             values, scale = kept(payload.values.astype(total.dtype), shared, d)
             # The barrier keeps the product from being contracted with the addition (`accumulate`).
             values = weighted(lax.optimization_barrier(bounded(values * scale)), weight)
-            return total.at[indices].add(values, unique_indices=True)
+            return added_at(total, indices, values)
 
         return fold(add_one, total, (payloads, weights))
 
