@@ -69,6 +69,7 @@ __all__ = [
     "recomputes",
     "rows_at_once",
     "rows_times",
+    "rows_times_square",
     "running",
     "running_in_rows",
     "seen_anew",
@@ -367,6 +368,13 @@ def in_tiles(function: Callable[[Tree], Array], tile: int, x: Array, words: Arra
     if platform() != "cpu" or x.shape[0] < 2 * tile:
         return function((x, words))
     return backend_cpu.in_tiles(function, tile, x, words)
+
+
+def rows_times_square(x: Array, square: Array) -> Array:
+    """Rows [b, m] that a vector holds one after the other times a matrix [m, m], in the precision of both: [b m]."""
+    if platform() == "tpu":
+        return backend_tpu.rows_times_square(x, square)
+    return jnp.matmul(x.reshape(-1, len(square)), square, precision="highest").reshape(-1)
 
 
 def rows_times(rows: Array, m: Array, axis: int) -> Array | None:

@@ -31,6 +31,7 @@ __all__ = [
     "of_columns",
     "of_short_rows",
     "over_rows",
+    "rows_times_square",
     "running",
     "running_in_rows",
     "to_columns",
@@ -112,6 +113,14 @@ def _side_by_side(each: Array, length: int) -> Array:
     for i, other in enumerate(others, 1):
         first = jnp.where(place == i, other, first)
     return first.reshape(-1)[: each.size * length]
+
+
+def rows_times_square(x: Array, square: Array) -> Array:
+    """As many short rows as fill the lanes are one, and the matrix stands as often on the diagonal of a larger one."""
+    length = len(square)
+    few = LANES // length if x.size and _is_short(length) else 1
+    whole = jnp.pad(x, (0, -x.size % (few * length))).reshape(-1, few * length)
+    return jnp.matmul(whole, jnp.kron(jnp.eye(few, dtype=x.dtype), square), precision="highest").reshape(-1)[: x.size]
 
 
 def flattened(rows: Array) -> Array:

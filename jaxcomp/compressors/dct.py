@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp.arrays import bounded, is_array, like_of, wide
-from jaxcomp.backend import zeros_if_shape
+from jaxcomp.backend import rows_times_square, zeros_if_shape
 from jaxcomp.base import Compressor, Spec, accumulate, check_compressor, lengths
 from jaxcomp.checks import is_integer
 from jaxcomp.compressors.chunked import chunked
@@ -141,19 +141,23 @@ def forward(x: Array, cut: ChunkShape) -> Array:
 
     So they are what the products are, and no pass over them cuts what overflowed.
     """
-    how = "api,ki->apk" if len(cut.sides) == 1 else "apiqj,ki,lj->apqkl"
     waves = [jnp.asarray(cosines(s), x.dtype) for s in cut.sides]
-    return jnp.einsum(how, _blocks(x, cut), *waves, precision="highest").reshape(-1)
+    if len(waves) == 1:
+        return rows_times_square(_blocks(x, cut).reshape(-1), waves[0].T)
+    return jnp.einsum("apiqj,ki,lj->apqkl", _blocks(x, cut), *waves, precision="highest").reshape(-1)
 
 
 def backward(coefficients: Array, cut: ChunkShape, shape: tuple[int, ...]) -> Array:
     """Inverse of `forward` for finite coefficients, saturated: in units of a power of two until all sums are made, so
     that none overflows."""
     blocks = coefficients.reshape(cut.shape[0], *cut.pieces, *cut.sides)
-    how = "apk,ki->api" if len(cut.sides) == 1 else "apqkl,ki,lj->apiqj"
     units = [room(2 * math.sqrt(max(s, 1))) for s in cut.sides]
     waves = [jnp.asarray(cosines(s) * unit, blocks.dtype) for s, unit in zip(cut.sides, units, strict=True)]
-    x = bounded(jnp.einsum(how, blocks, *waves, precision="highest") / math.prod(units))
+    if len(waves) == 1:
+        x = rows_times_square(coefficients, waves[0])
+    else:
+        x = jnp.einsum("apqkl,ki,lj->apiqj", blocks, *waves, precision="highest")
+    x = bounded(x / math.prod(units))
     x = x.reshape(cut.shape[0], *(p * s for p, s in zip(cut.pieces, cut.sides, strict=True)))
     return x[tuple(slice(n) for n in cut.shape)].reshape(shape)
 
