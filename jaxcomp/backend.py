@@ -67,6 +67,7 @@ __all__ = [
     "over_rows",
     "platform",
     "recomputes",
+    "rotated",
     "rows_at_once",
     "rows_times",
     "rows_times_square",
@@ -370,6 +371,15 @@ def in_tiles(function: Callable[[Tree], Array], tile: int, x: Array, words: Arra
     return backend_cpu.in_tiles(function, tile, x, words)
 
 
+def rotated(x: Array, words: Array, block: int, forward: bool) -> Array | None:
+    """`hadamard` rotations of as many blocks of a vector as there are words of signs, by a kernel; None where there is
+    none for them.
+    """
+    if not (has_kernels() and backend_tpu_kernels.rotates(x, block, words.size * 32 // block)):
+        return None
+    return backend_tpu_kernels.rotated(x, words, forward)
+
+
 def rows_times_square(x: Array, square: Array) -> Array:
     """Rows [b, m] that a vector holds one after the other times a matrix [m, m], in the precision of both: [b m]."""
     if platform() == "tpu":
@@ -421,6 +431,8 @@ def side_by_side(words: Sequence[Array]) -> Array:
     """Arrays of words, which may differ in their last axis alone, along that axis."""
     if len(words) == 1:
         return words[0]
+    if words[0].dtype.itemsize == 2 and has_kernels() and backend_tpu_kernels.joins(words):
+        return backend_tpu_kernels.joined(words)
     return backend_cpu.side_by_side(words) if platform() == "cpu" else jnp.concatenate(words, axis=-1)
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -29,7 +30,11 @@ __all__ = [
     "fits",
     "fits_blocks",
     "into_vector",
+    "joined",
+    "joins",
     "multiplies",
+    "rotated",
+    "rotates",
     "rows_of_leaf",
     "rows_times",
     "running",
@@ -274,7 +279,7 @@ def with_worth(
 
 
 def _of_key(key: Any) -> tuple[Array, Array] | None:
-    return None if key is None else (key[0, 0], key[0, 1])
+    return None if key is None else (key[0, 0], key[0, key.shape[1] - 1])  # as `hashing` takes them
 
 
 class _Result(NamedTuple):
@@ -456,6 +461,40 @@ def into_vector(
         return call(tile[None], leaf, *given).reshape(-1)
 
 
+def joins(parts: Sequence[Any]) -> bool:
+    """Whether `joined` takes these vectors."""
+    return all(part.ndim == 1 and part.size and part.size % TILE == 0 for part in parts)
+
+
+def joined(parts: Sequence[Array]) -> Array:
+    """Vectors of one dtype, end to end, each copied to its place as it stands in memory.
+
+    XLA shifts what it joins, and computes in the same loop what is joined: of 16 bits that is a program of megabytes.
+    """
+    rows = [part.size // LANES for part in parts]
+
+    def kernel(*refs):
+        *parts, whole, arrived = refs
+        starts = [sum(rows[:i]) for i in range(len(rows))]
+        places = [whole.at[pl.ds(start, count), :] for start, count in zip(starts, rows, strict=True)]
+        copies = [pltpu.make_async_copy(*each, arrived.at[i]) for i, each in enumerate(zip(parts, places, strict=True))]
+        for copy in copies:
+            copy.start()
+        for copy in copies:
+            copy.wait()
+
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    call = pl.pallas_call(
+        kernel,
+        out_shape=_typed(jax.ShapeDtypeStruct((sum(rows), LANES), parts[0].dtype), *parts),
+        in_specs=[anywhere] * len(parts),
+        out_specs=anywhere,
+        scratch_shapes=[pltpu.SemaphoreType.DMA((len(parts),))],
+    )
+    with jax.enable_x64(False):
+        return call(*(part.reshape(-1, LANES) for part in parts)).reshape(-1)
+
+
 # ------------------------------------------------------------------------------------------------
 # Products of long matrices with a few rows
 
@@ -535,6 +574,94 @@ def _in_three(x: Array) -> list[Array]:
 def _upper(x: Array) -> Array:
     bits = lax.bitcast_convert_type(x, U32) & U32(0xFFFF0000)
     return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+# ------------------------------------------------------------------------------------------------
+# Rotations
+
+
+ROTATED = 4096  # entries of a block that `rotated` takes
+SEVERAL = 4  # of which are rows of one matrix
+AT_ONCE = 2  # such matrices
+FETCHED = 64  # blocks that are fetched at a time
+
+
+def rotates(x: Any, block: int, count: int) -> bool:
+    """Whether `rotated` takes so many blocks of a vector."""
+    return x.dtype == jnp.float32 and block == ROTATED and x.size % LANES == 0 and count >= SEVERAL * AT_ONCE
+
+
+@functools.partial(jax.jit, static_argnums=2)  # traced once for each length
+def rotated(x: Array, words: Array, forward: bool) -> Array:
+    """H X^T H / 64 of each block X [64, 64] with the signs that bits of words say, before it or, backward, behind it:
+    those of as many blocks from the beginning of f32[d] as there are words, u32[m 128]. Bit i of word w is of entry
+    32 w + i. H: the Walsh-Hadamard matrix.
+
+    H of 4096 entries is one of 128 and one of 32. The rows of lanes of four blocks are a matrix: its product with the
+    first is made transposed, so that the second acts on lanes, too. Numbers of 16 bits hold signs, and three of them an
+    f32, so all products are exact. Which entries of a row of 128 lanes come from which rows is the same in each block.
+    """
+    count = words.size * 32 // ROTATED
+    few = FETCHED if count >= FETCHED else count // (SEVERAL * AT_ONCE) * SEVERAL * AT_ONCE
+    height = ROTATED // LANES
+    signs = lambda n: jnp.asarray(_signs_of_walsh(n), jnp.bfloat16)
+    own, along = signs(LANES), jnp.kron(jnp.eye(SEVERAL, dtype=jnp.bfloat16), signs(height))
+
+    def kernel(x, words, own, along, made, scratch):
+        row, lane = (lax.broadcasted_iota(jnp.int32, (height, LANES), axis) for axis in (0, 1))
+        word, bit = SEVERAL * row + (lane >> 5), (lane & 31).astype(U32)  # of each entry of a block
+        which = (lane & 1) * 2 + (lane >> 6)  # of four rows that an entry of the result comes from
+
+        def flipped(part, block):
+            every = jnp.broadcast_to(words[pl.ds(block, 1), :], (height, LANES))
+            odd = jnp.take_along_axis(every, word, axis=1) >> bit << 31
+            return lax.bitcast_convert_type(lax.bitcast_convert_type(part, U32) ^ odd, jnp.float32)
+
+        def some(first, scratch):
+            parts = [x[pl.ds((first + k) * height, height), :] for k in range(SEVERAL)]
+            parts = [flipped(part, first + k) if forward else part for k, part in enumerate(parts)]
+            turned = _products(own[...], _in_three(jnp.concatenate(parts)), (((1,), (1,)), ((), ())))
+            inside = (((1,), (0,)), ((), ()))
+            scratch[...] = _products(_in_three(turned), along[...], inside) * jnp.float32(ROTATED**-0.5)
+            rows = [scratch[pl.ds(i // 2 * 64 + i % 2, height, stride=2), :] for i in range(4)]
+            for k in range(SEVERAL):
+                one, *others = [jnp.take_along_axis(each, height * k + (lane >> 1 & 31), axis=1) for each in rows]
+                for i, other in enumerate(others, 1):
+                    one = jnp.where(which == i, other, one)
+                made[pl.ds((first + k) * height, height), :] = one if forward else flipped(one, first + k)
+
+        def each(c, nothing):
+            for i in range(AT_ONCE):
+                some((c * AT_ONCE + i) * SEVERAL, scratch.at[i])
+            return nothing
+
+        lax.fori_loop(jnp.int32(0), jnp.int32(few // (SEVERAL * AT_ONCE)), each, jnp.int32(0))
+
+    by_rows = lambda rows: pl.BlockSpec((rows, LANES), lambda i: (i, 0))
+    whole = pl.BlockSpec((LANES, LANES), lambda i: (0, 0))
+    call = pl.pallas_call(
+        kernel,
+        out_shape=_typed(jax.ShapeDtypeStruct((count * height, LANES), jnp.float32), x, words),
+        grid=(-(-count // few),),
+        in_specs=[by_rows(few * height), by_rows(few), whole, whole],
+        out_specs=by_rows(few * height),
+        scratch_shapes=[pltpu.VMEM((AT_ONCE, LANES, LANES), jnp.float32)],
+    )
+    with jax.enable_x64(False):
+        return call(x.reshape(-1, LANES), words.reshape(-1, LANES), own, along).reshape(-1)
+
+
+def _signs_of_walsh(size: int) -> np.ndarray:
+    i = np.arange(size)
+    return 1 - 2 * (np.bitwise_count(i[:, None] & i) & 1).astype(np.int8)
+
+
+def _products(a: Any, b: Any, inside: Any) -> Array:
+    """A product in f32, one of whose factors is given as the parts of `_in_three`; of the least first."""
+    pairs = [(part, b) for part in a] if isinstance(a, list) else [(a, part) for part in b]
+    narrow = lambda x: x.astype(jnp.bfloat16)
+    each = [lax.dot_general(narrow(x), narrow(y), inside, preferred_element_type=jnp.float32) for x, y in pairs]
+    return each[2] + each[1] + each[0]
 
 
 # ------------------------------------------------------------------------------------------------

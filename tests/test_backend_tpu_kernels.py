@@ -9,6 +9,7 @@ import jaxcomp as jc
 from jaxcomp import backend, backend_tpu_kernels
 from jaxcomp.base import accumulate
 from jaxcomp.compressors import blocks
+from jaxcomp.compressors.hadamard import rotation_of
 from tests.jitted import made_for
 
 ROW = backend_tpu_kernels.ROWS * backend_tpu_kernels.LANES
@@ -47,8 +48,8 @@ def with_kernels(monkeypatch):
             for module in (backend, blocks):
                 patch.setattr(module, "has_kernels", lambda: True)
             found = made_for("tpu", function, *args)
-        for kept in (backend_tpu_kernels.into_vector, backend_tpu_kernels.rows_times, backend_tpu_kernels.running):
-            kept.clear_cache()  # the interpreted ones
+        for name in ("into_vector", "rotated", "rows_times", "running"):
+            getattr(backend_tpu_kernels, name).clear_cache()  # the interpreted ones
         assert len(calls) == count
         return found
 
@@ -169,3 +170,24 @@ def test_kernels_multiply_what_fits():
     assert not takes(like(2, 41, 128), like(2, 256, 128), 2)
     assert not takes(like(2, 4, 64), like(2, 64, 128), 1)
     assert not takes(like(2, 4, 128, dtype=jnp.bfloat16), like(2, 128, 128, dtype=jnp.bfloat16), 1)
+
+
+@pytest.mark.parametrize("rows, tail", [(8, 0), (9, 128), (21, 4095 // 128 * 128), (70, 1024)])
+def test_blocks_are_rotated_by_kernels(rows, tail, key, seed, with_kernels):
+    rotation = rotation_of(rows * 4096 + tail, 4096)
+    x, y = np.random.default_rng(seed).integers(-8, 9, (2, rotation.size)).astype(np.float32)  # whose sums are exact
+    if not tail:
+        assert np.array_equal(with_kernels(1, rotation.forward, x, key), rotation.forward(x, key))
+        assert np.array_equal(with_kernels(1, rotation.backward, y, key), rotation.backward(y, key))
+        return
+    last = rotation.size - 4096  # from here on entries are rotated twice
+    found, exact = (np.asarray(a) for a in (with_kernels(1, rotation.forward, x, key), rotation.forward(x, key)))
+    assert np.array_equal(found[: last - tail], exact[: last - tail]) and np.allclose(found, exact, rtol=1e-6)
+    found, exact = (np.asarray(a) for a in (with_kernels(1, rotation.backward, y, key), rotation.backward(y, key)))
+    assert np.array_equal(found[: last - tail], exact[: last - tail]) and np.allclose(found, exact, rtol=1e-6)
+
+
+def test_rotations_leave_other_blocks_to_xla(key, with_kernels):
+    for size, block in ((8 * 4096, 2048), (7 * 4096, 4096), (8 * 4096 + 1, 4096)):
+        rotation = rotation_of(size, block)
+        assert with_kernels(0, rotation.forward, jnp.ones(size), key).shape == (size,)

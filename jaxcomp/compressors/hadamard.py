@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.backend import cut_apart, end_to_end, form, in_tiles, materialized
+from jaxcomp.backend import cut_apart, end_to_end, form, in_tiles, materialized, rotated
 from jaxcomp.backend_tpu import LANES, of_columns, to_columns
 from jaxcomp.hashing import random_bits
 from jaxcomp.norms import block_norms
@@ -72,7 +72,7 @@ class Rotation(NamedTuple):
         if not self.tail:
             return [_blockwise(x, first, self.block, True).reshape(self.rows, self.block)]
         (start, stop), whole = self._alone, (self.rows - 1) * self.block
-        most = _blockwise(x[:start], first[: start // 32], self.block, True)
+        most = _blockwise(x, first[: start // 32], self.block, True)
         rest = _blockwise(x[start:stop], first[start // 32 :], self.block, True)
         rest = jnp.concatenate([rest, x[stop:]])
         most, rest = (most if start else rest[:whole]), rest[whole - start :]
@@ -112,8 +112,9 @@ class Rotation(NamedTuple):
 
     def _signs(self, key: Array) -> tuple[Array, Array]:
         """Bits of the signs of all whole blocks, and of the last one."""
-        words = random_bits(key, -(-self.rows * self.block // 32) + -(-self.block // 32))
-        return words[: -(-self.rows * self.block // 32)], words[-(-self.block // 32) :]
+        whole = -(-self.rows * self.block // 32)
+        words = random_bits(key, whole + -(-self.block // 32))
+        return words[:whole], words[whole:]
 
     @property
     def pieces(self) -> int:
@@ -301,7 +302,13 @@ def _rows_back(piece: ScaledRows, words: Array) -> Array:
 
 
 def _blockwise(x: Array, words: Array, block: int, forward: bool, dtype: Any = None) -> Array:
-    """Transforms whole blocks, [m B]; dtype: of the result, None for that of x."""
+    """Transforms whole blocks, [m B], from the beginning of x, as many as there are words for; dtype: of the result,
+    None for that of x.
+    """
+    done = rotated(x, words, block, forward)
+    if done is not None:
+        return done.astype(x.dtype if dtype is None else dtype)
+    x = x[: 32 * words.size]
     if dtype is None:
         dtype = x.dtype
     elif not _fits(x):
