@@ -525,28 +525,24 @@ def rows_times(rows: Array, m: Array, axis: int) -> Array:
     XLA for TPUs tries several times how much of such a product fits on the chip, and compiles it each time.
     """
     count, k = rows.shape[:2]
-    several = -(-3 * k // 16) * 16
-    parts = jnp.concatenate(_in_three(rows), axis=1).astype(jnp.bfloat16)
-    parts = jnp.pad(parts, ((0, 0), (0, several - 3 * k), (0, 0)))
+    height = -(-k // 8) * 8  # of one of the three parts
     cut = [max(n for n in range(LANES, 513, LANES) if length % n == 0) for length in m.shape[1:]]
     along, across = m.shape[axis] // cut[axis - 1], m.shape[3 - axis] // cut[2 - axis]
 
-    def kernel(rows, m, made, sums):
+    def kernel(rows, m, made, parts, sums):
         step = pl.program_id(2)
 
         @pl.when(step == 0)
         def _():
             sums[...] = jnp.zeros(sums.shape, jnp.float32)
 
-        inside = (((1,), (axis - 1,)), ((), ()))
-        for part in _in_three(m[...]):
-            sums[...] += lax.dot_general(
-                rows[...], part.astype(jnp.bfloat16), inside, preferred_element_type=jnp.float32
-            )
+        for i, part in enumerate(_in_three(rows[...])):
+            parts[pl.ds(i * height, k), :] = part
+        sums[...] += _products(parts[...], _in_three(m[...]), (((1,), (axis - 1,)), ((), ())))
 
         @pl.when(step == along - 1)
         def _():
-            made[...] = sums[2 * k : 3 * k] + sums[k : 2 * k] + sums[:k]
+            made[...] = sums[2 * height : 2 * height + k] + sums[height : height + k] + sums[:k]
 
     of_m = (lambda i, j, s: (i, s, j)) if axis == 1 else (lambda i, j, s: (i, j, s))
     call = pl.pallas_call(
@@ -554,14 +550,17 @@ def rows_times(rows: Array, m: Array, axis: int) -> Array:
         out_shape=_typed(jax.ShapeDtypeStruct((count, k, m.shape[3 - axis]), jnp.float32), rows, m),
         grid=(count, across, along),
         in_specs=[
-            pl.BlockSpec((None, several, cut[axis - 1]), lambda i, j, s: (i, 0, s)),
+            pl.BlockSpec((None, k, cut[axis - 1]), lambda i, j, s: (i, 0, s)),
             pl.BlockSpec((None, *cut), of_m),
         ],
         out_specs=pl.BlockSpec((None, k, cut[2 - axis]), lambda i, j, s: (i, 0, j)),
-        scratch_shapes=[pltpu.VMEM((several, cut[2 - axis]), jnp.float32)],
+        scratch_shapes=[
+            pltpu.VMEM((3 * height, cut[axis - 1]), jnp.float32),
+            pltpu.VMEM((3 * height, cut[2 - axis]), jnp.float32),
+        ],
     )
     with jax.enable_x64(False):
-        return call(parts, m)
+        return call(rows, m)
 
 
 def _in_three(x: Array) -> list[Array]:

@@ -393,7 +393,10 @@ def _bytes_summed(lane: Lane, parts: Sequence[Any], workers: int, devices: int, 
 def _mean_in_two_steps(words: Array, kind: Any, axis: Axis, weights: Array | None, exact: bool, wide: Any) -> Array:
     """Words of the mean of numbers of a kind, from their words: of the same kind, or `wide` if exact."""
     workers, size = axis_size(axis), words.size
-    rows = all_to_all_rows(jnp.pad(words, (0, -size % workers)).reshape(workers, -1), axis)
+    row = -(-size // workers)
+    if size <= SOME_ENTRIES:
+        row = crossing_size(row, words.dtype.itemsize, rows_from=NEVER)
+    rows = all_to_all_rows(jnp.pad(words, (0, workers * row - size)).reshape(workers, row), axis)
     rows = lax.bitcast_convert_type(rows, kind).astype(wide)
     mean = sum_rows(rows) / workers if weights is None else sum_rows(rows * weights.astype(wide)[:, None])
     return _gather_lane(as_words(mean if exact else rounded_to(mean, kind)), axis).reshape(-1)[:size]
