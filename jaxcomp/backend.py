@@ -41,6 +41,7 @@ __all__ = [
     "cut_apart",
     "either",
     "end_to_end",
+    "entrywise",
     "fast_if",
     "flattened",
     "fold",
@@ -256,6 +257,13 @@ def fast_if(condition: Array, fast: Callable[..., Tree], general: Callable[..., 
 def form(portable: Callable[..., Tree], *, on_cpu: Any = None, on_gpu: Any = None) -> Callable[..., Tree]:
     """The first one, unless there is another in programs for CPUs or for GPUs; all give the same, up to rounding."""
     return {"cpu": on_cpu, "gpu": on_gpu}.get(platform()) or portable
+
+
+def entrywise(function: Callable[..., Array], *vectors: Array) -> Array:
+    """function(*vectors), of vectors of 32 bits, entry by entry: on TPUs, where it is much arithmetic, in a kernel."""
+    if has_kernels() and vectors[0].ndim == 1 and vectors[0].size >= LONG:
+        return backend_tpu_kernels.entrywise(function, *vectors)
+    return function(*vectors)
 
 
 def running(join: Callable[[Array, Array], Array], x: Array) -> Array:

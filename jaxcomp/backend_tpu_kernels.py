@@ -27,6 +27,7 @@ __all__ = [
     "BlockedRows",
     "Registers",
     "coded_rows",
+    "entrywise",
     "fits",
     "fits_blocks",
     "into_vector",
@@ -664,6 +665,34 @@ def _products(a: Any, b: Any, inside: Any) -> Array:
 
 
 # ------------------------------------------------------------------------------------------------
+# Arithmetic of entries, and running sums
+
+
+def entrywise(function: Callable[..., Array], *vectors: Array) -> Array:
+    """function(*vectors) of vectors of 32 bits and one length, entry by entry.
+
+    XLA for TPUs writes a long loop of it: where that is much arithmetic, a hundred thousand instructions.
+    """
+    like = jax.eval_shape(function, *vectors)
+    some, several = ROWS * LANES, BLOCK // ROWS
+
+    def kernel(*refs):
+        *vectors, made = refs
+
+        def each(c, nothing):
+            at = pl.ds(pl.multiple_of(c * some, some), some)
+            made[at] = function(*(ref[at].reshape(ROWS, LANES) for ref in vectors)).reshape(some)
+            return nothing
+
+        lax.fori_loop(jnp.int32(0), jnp.int32(several), each, jnp.int32(0))
+
+    part = pl.BlockSpec((several * some,), lambda i: (i,))
+    grid = (-(-like.size // (several * some)),)
+    call = pl.pallas_call(
+        kernel, out_shape=_typed(like, *vectors), grid=grid, in_specs=[part] * len(vectors), out_specs=part
+    )
+    with jax.enable_x64(False):
+        return call(*vectors)
 
 
 def runs(x: Array) -> bool:

@@ -78,6 +78,8 @@ def pack(codes: Array, width: int) -> Array:
     if width < 32:
         codes = codes & U32((1 << width) - 1)
     rest = 32 * groups - codes.shape[0]
+    if _by_rows(groups, width):
+        return _packed_by_rows(jnp.pad(codes, (0, rest)), width)
     if 32 % width == 0:  # no code straddles two words: a sum, in which XLA computes the codes where they are used
         tile, codes = tile_of(groups, width), jnp.pad(codes, (0, rest))
         if groups and _in_lanes(tile, width):
@@ -300,6 +302,8 @@ def unpack(words: Array, size: int) -> Array:
         raise ValueError(f"unpack: {size} codes need words of shape (w, {-(-size // 32)}); got {words.shape}")
     width, groups = words.shape
     _check_width(width)
+    if _by_rows(groups, width):
+        return _unpacked_by_rows(words)[:size]
     if 32 % width == 0:  # no code straddles two words
         tile = tile_of(groups, width)
         if groups and _in_lanes(tile, width):
@@ -332,6 +336,52 @@ def _side_by_side(words: Array, rows: np.ndarray) -> Array:
 
 def _in_lanes(tile: int, width: int) -> bool:
     return tile == TILE < lanes() and lanes() % TILE == 0 and (TILE * 32 // width) % lanes() == 0
+
+
+def _by_rows(groups: int, width: int) -> bool:
+    """Whether a TPU takes the codes that stand at one place of all words in turn: each such row begins at another lane,
+    and to shift all of them at once is a program of a hundred thousand instructions.
+    """
+    return lanes() > 1 and groups >= MANY and not _in_lanes(tile_of(groups, width), width)
+
+
+def _packed_by_rows(codes: Array, width: int) -> Array:
+    groups = codes.shape[0] // 32
+
+    def add(i: Array, words: Array) -> Array:
+        row = lax.dynamic_slice_in_dim(codes, i * groups, groups)
+        m, shift, more = _place(i, width)
+        with_part = lambda words, part, m: lax.dynamic_update_slice_in_dim(
+            words, lax.dynamic_slice_in_dim(words, m * groups, groups) | part, m * groups, 0
+        )
+        words = with_part(words, row << shift, m)
+        if 32 % width:
+            words = with_part(words, jnp.where(more, row >> ((32 - shift) & 31), U32(0)), jnp.minimum(m + 1, width - 1))
+        return words
+
+    return lax.fori_loop(0, 32, add, jnp.zeros_like(codes, shape=(width * groups,))).reshape(width, groups)
+
+
+def _unpacked_by_rows(words: Array) -> Array:
+    width, groups = words.shape
+    row = lambda m: lax.dynamic_index_in_dim(words, m, 0, keepdims=False)
+
+    def add(i: Array, codes: Array) -> Array:
+        m, shift, more = _place(i, width)
+        code = row(m) >> shift
+        if 32 % width:
+            code = code | jnp.where(more, row(jnp.minimum(m + 1, width - 1)) << ((32 - shift) & 31), U32(0))
+        code = code & U32((1 << width) - 1) if width < 32 else code
+        return lax.dynamic_update_slice_in_dim(codes, code, i * groups, 0)
+
+    return lax.fori_loop(0, 32, add, jnp.zeros_like(words, shape=(32 * groups,)))
+
+
+def _place(i: Array, width: int) -> tuple[Array, Array, Array]:
+    """Where code i of a group begins: the word, and the bit; and whether it goes on in the next word."""
+    start = jnp.asarray(i, jnp.int32) * width
+    m, shift = start >> 5, start & 31
+    return m, shift.astype(U32), shift + width > 32
 
 
 def _shifts(width: int) -> Array:

@@ -25,7 +25,7 @@ from jax import lax
 
 from jaxcomp import select_cpu
 from jaxcomp.arrays import finite, wide
-from jaxcomp.backend import form, lanes, materialized, of_short_rows, only_if, running
+from jaxcomp.backend import entrywise, form, lanes, materialized, of_short_rows, only_if, running
 from jaxcomp.norms import max_abs
 
 __all__ = [
@@ -281,8 +281,12 @@ def _ends(counts: Array) -> Array:
     return running(jnp.add, counts)
 
 
-def _bit_of_rank(word: Array, rank: Array) -> Array:
-    """Position of the set bit with `rank` set bits below it."""
+def _bit_of_rank(words: Array, ranks: Array) -> Array:
+    """Position of the set bit with so many set bits below it, of each word."""
+    return entrywise(_bit_of_word, words, ranks)
+
+
+def _bit_of_word(word: Array, rank: Array) -> Array:
     position = jnp.zeros_like(rank)
     for half in (16, 8, 4, 2, 1):
         below = lax.population_count(word & U32((1 << half) - 1)).astype(I32)

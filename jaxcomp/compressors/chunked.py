@@ -87,7 +87,7 @@ def chunked(compressor: Compressor, size: int) -> Compressor:
         gaps = unpack(payload.words, payload.values.size)
         inside = running_in_rows(jnp.add, gaps.astype(jnp.int32) + 1, each) - 1
         filled = (inside >= 0) & (inside < length)
-        start = length * (lax.iota(jnp.int32, inside.size) // max(each, 1))
+        start = length * lax.div(lax.iota(jnp.int32, inside.size), jnp.int32(max(each, 1)))
         index = jnp.minimum(start + jnp.where(filled, inside, length - 1), like.size)
         return index, jnp.where(filled, payload.values, jnp.zeros((), payload.values.dtype))
 
@@ -123,6 +123,6 @@ def _gaps(indices: Array, each: int, length: int) -> Array:
 
     Padding comes out as indices of at least `length`, but for the first of a row, which is length - 1.
     """
-    first = lax.iota(jnp.int32, indices.size) % max(each, 1) == 0
+    first = lax.rem(lax.iota(jnp.int32, indices.size), jnp.int32(max(each, 1))) == 0
     before = jnp.where(first, -1, jnp.pad(indices[:-1], (1, 0))) if indices.size else indices
     return jnp.clip(indices - before - 1, 0, length - 1).astype(jnp.uint32)
