@@ -39,6 +39,7 @@ __all__ = [
     "computed_once",
     "count_of_sections",
     "cut_apart",
+    "each_shaped",
     "either",
     "end_to_end",
     "entrywise",
@@ -259,7 +260,7 @@ def form(portable: Callable[..., Tree], *, on_cpu: Any = None, on_gpu: Any = Non
     return {"cpu": on_cpu, "gpu": on_gpu}.get(platform()) or portable
 
 
-def entrywise(function: Callable[..., Array], *vectors: Array) -> Array:
+def entrywise(function: Callable[..., Tree], *vectors: Array) -> Tree:
     """function(*vectors), of vectors of 32 bits, entry by entry: on TPUs, where it is much arithmetic, in a kernel."""
     if has_kernels() and vectors[0].ndim == 1 and vectors[0].size >= LONG:
         return backend_tpu_kernels.entrywise(function, *vectors)
@@ -469,6 +470,13 @@ def cut_apart(
         return backend_tpu.cut_apart(vector, sizes, shapes)
     starts = zip(backend_cpu.starts_of(sizes), sizes, strict=True)
     return [lax.slice_in_dim(vector, start, start + size, axis=-1) for start, size in starts]
+
+
+def each_shaped(messages: Array, shape: tuple[int, ...]) -> Array:
+    """[n, size] as [n, *shape]."""
+    if platform() == "tpu" and messages.size >= LONG:
+        return backend_tpu.each_shaped(messages, shape)
+    return messages.reshape(len(messages), *shape)
 
 
 def is_apart(size: int, sizes: Sequence[int]) -> bool:

@@ -24,6 +24,7 @@ __all__ = [
     "added_by_leaf",
     "along_rows",
     "cut_apart",
+    "each_shaped",
     "flattened",
     "in_order",
     "in_rows",
@@ -232,6 +233,15 @@ def cut_apart(vector: Array, sizes: Sequence[int], shapes: Sequence[tuple[int, .
         leaf, vector = lax.optimization_barrier((lax.reshape(piece, shape), vector))
         leaves.append(leaf)
     return leaves
+
+
+def each_shaped(messages: Array, shape: tuple[int, ...]) -> Array:
+    """One message after the other, where rows do not fill the lanes: what begins at another lane in each row is shifted
+    by a program that is as long as there are rows.
+    """
+    if len(shape) < 2 or shape[-1] % LANES == 0:
+        return messages.reshape(len(messages), *shape)
+    return lax.map(lambda message: message.reshape(shape), messages)
 
 
 def _columns(rows: Array, start: int, end: int) -> Array:

@@ -611,6 +611,7 @@ def rotated(x: Array, words: Array, forward: bool) -> Array:
         row, lane = (lax.broadcasted_iota(jnp.int32, (height, LANES), axis) for axis in (0, 1))
         word, bit = SEVERAL * row + (lane >> 5), (lane & 31).astype(U32)  # of each entry of a block
         which = (lane & 1) * 2 + (lane >> 6)  # of four rows that an entry of the result comes from
+        start = pl.program_id(0) * few
 
         def flipped(part, block):
             every = jnp.broadcast_to(words[pl.ds(block, 1), :], (height, LANES))
@@ -619,6 +620,8 @@ def rotated(x: Array, words: Array, forward: bool) -> Array:
 
         def some(first, scratch):
             parts = [x[pl.ds((first + k) * height, height), :] for k in range(SEVERAL)]
+            there = [start + first + k < count for k in range(SEVERAL)]
+            parts = [jnp.where(*each, 0.0) for each in zip(there, parts, strict=True)]  # no NaN times zero
             parts = [flipped(part, first + k) if forward else part for k, part in enumerate(parts)]
             turned = _products(own[...], _in_three(jnp.concatenate(parts)), (((1,), (1,)), ((), ())))
             inside = (((1,), (0,)), ((), ()))
@@ -668,48 +671,54 @@ def _products(a: Any, b: Any, inside: Any) -> Array:
 # Arithmetic of entries, and running sums
 
 
-def entrywise(function: Callable[..., Array], *vectors: Array) -> Array:
-    """function(*vectors) of vectors of 32 bits and one length, entry by entry.
+def entrywise(function: Callable[..., Any], *vectors: Array) -> Any:
+    """function(*vectors), an array or several, of vectors of 32 bits and one length, entry by entry.
 
     XLA for TPUs writes a long loop of it: where that is much arithmetic, a hundred thousand instructions.
     """
-    like = jax.eval_shape(function, *vectors)
+    like, structure = jax.tree.flatten(jax.eval_shape(function, *vectors))
     some, several = ROWS * LANES, BLOCK // ROWS
 
     def kernel(*refs):
-        *vectors, made = refs
+        vectors, made = refs[: -len(like)], refs[-len(like) :]
 
         def each(c, nothing):
             at = pl.ds(pl.multiple_of(c * some, some), some)
-            made[at] = function(*(ref[at].reshape(ROWS, LANES) for ref in vectors)).reshape(some)
+            found = function(*(ref[at].reshape(ROWS, LANES) for ref in vectors))
+            for ref, array in zip(made, jax.tree.leaves(found), strict=True):
+                ref[at] = array.reshape(some)
             return nothing
 
         lax.fori_loop(jnp.int32(0), jnp.int32(several), each, jnp.int32(0))
 
     part = pl.BlockSpec((several * some,), lambda i: (i,))
-    grid = (-(-like.size // (several * some)),)
     call = pl.pallas_call(
-        kernel, out_shape=_typed(like, *vectors), grid=grid, in_specs=[part] * len(vectors), out_specs=part
+        kernel,
+        out_shape=[_typed(each, *vectors) for each in like],
+        grid=(-(-like[0].size // (several * some)),),
+        in_specs=[part] * len(vectors),
+        out_specs=[part] * len(like),
     )
     with jax.enable_x64(False):
-        return call(*vectors)
+        return jax.tree.unflatten(structure, call(*vectors))
 
 
 def runs(x: Array) -> bool:
     """Whether `running` takes it."""
-    return x.ndim == 1 and x.dtype == jnp.int32 and x.size >= ROWS * LANES
+    return x.ndim == 1 and x.dtype in (jnp.int32, jnp.float32) and x.size >= ROWS * LANES
 
 
 @functools.partial(jax.jit, static_argnums=0)  # traced once for each length
 def running(join: Callable[[Array, Array], Array], x: Array) -> Array:
-    """Running sums (`jnp.add`) or maxima (`jnp.maximum`) of i32[d]: within rows of lanes and over some rows by doubling
-    the distance, and what is before these rows is kept from step to step.
+    """Running sums (`jnp.add`) or maxima (`jnp.maximum`) of i32[d] or f32[d]: within rows of lanes and over some rows
+    by doubling the distance, and what is before these rows is kept from step to step.
     """
-    least = 0 if join is jnp.add else jnp.iinfo(jnp.int32).min
+    least = jnp.iinfo(jnp.int32).min if x.dtype == jnp.int32 else -np.inf
+    start = x.dtype.type(0 if join is jnp.add else least)
 
     def doubled(part, place, axis):
         for distance in (1 << i for i in range((part.shape[axis] - 1).bit_length())):
-            part = join(part, jnp.where(place >= distance, pltpu.roll(part, distance, axis), least))
+            part = join(part, jnp.where(place >= distance, pltpu.roll(part, distance, axis), start))
         return part
 
     def kernel(x, made, before):
@@ -717,13 +726,13 @@ def running(join: Callable[[Array, Array], Array], x: Array) -> Array:
 
         @pl.when(pl.program_id(0) == 0)
         def _():
-            before[...] = jnp.full((1, LANES), least, jnp.int32)
+            before[...] = jnp.full((1, LANES), start)
 
         def some(c, nothing):
             at = pl.ds(c * ROWS, ROWS)
             own = doubled(x[at, :], lane, 1)
             ends = doubled(jnp.broadcast_to(own[:, LANES - 1 :], own.shape), row, 0)
-            above = jnp.where(row >= 1, pltpu.roll(ends, 1, 0), least)
+            above = jnp.where(row >= 1, pltpu.roll(ends, 1, 0), start)
             made[at, :] = join(join(own, above), jnp.broadcast_to(before[...], own.shape))
             before[...] = join(before[...], ends[ROWS - 1 :])
             return nothing
@@ -738,7 +747,7 @@ def running(join: Callable[[Array, Array], Array], x: Array) -> Array:
         grid=(-(-len(rows) // BLOCK),),
         in_specs=[spec],
         out_specs=spec,
-        scratch_shapes=[pltpu.VMEM((1, LANES), jnp.int32)],
+        scratch_shapes=[pltpu.VMEM((1, LANES), x.dtype)],
     )
     with jax.enable_x64(False):
         return call(rows).reshape(-1)[: x.size]

@@ -169,11 +169,15 @@ def _found_by_packs(words: Array, capacity: int, size: int) -> tuple[Array, Arra
     rank = lax.iota(I32, capacity)
     left = rank - start
     for pack, bits in reversed(packs):
-        mine = pack[block]
-        below = [((mine >> U32(i * bits)) & U32(2**bits - 1)).astype(I32) for i in range(3)]
-        block = 4 * block + sum((left >= each).astype(I32) for each in below)
-        left = left - functools.reduce(jnp.maximum, [jnp.where(left >= each, each, 0) for each in below])
+        block, left = entrywise(functools.partial(_one_of_four, bits=bits), pack[block], block, left)
     return jnp.where(rank < total, 32 * block + _bit_of_rank(words[block], left), size), total
+
+
+def _one_of_four(pack: Array, block: Array, left: Array, bits: int) -> tuple[Array, Array]:
+    """The one of the four blocks that make up a block in which so many ones are left to pass, and how many there."""
+    below = [((pack >> U32(i * bits)) & U32(2**bits - 1)).astype(I32) for i in range(3)]
+    block = 4 * block + sum((left >= each).astype(I32) for each in below)
+    return block, left - functools.reduce(jnp.maximum, [jnp.where(left >= each, each, 0) for each in below])
 
 
 def _packed(rows: Array, bits: int) -> tuple[Array, Array]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxcomp as jc
-from jaxcomp import backend, backend_tpu_kernels
+from jaxcomp import backend, backend_tpu_kernels, select
 from jaxcomp.base import accumulate
 from jaxcomp.compressors import blocks
 from jaxcomp.compressors.hadamard import rotation_of
@@ -34,7 +34,7 @@ KEY = jax.random.key(0)
 
 @pytest.fixture
 def with_kernels(monkeypatch):
-    """function(*args) as a TPU computes it with kernels, interpreted; of which there must be so many."""
+    """function(*args) as a TPU computes it with kernels, interpreted; of which there must be so many (None: any)."""
 
     def run(count, function, *args):
         calls, real = [], backend_tpu_kernels.pl.pallas_call
@@ -50,7 +50,7 @@ def with_kernels(monkeypatch):
             found = made_for("tpu", function, *args)
         for name in ("into_vector", "rotated", "rows_times", "running"):
             getattr(backend_tpu_kernels, name).clear_cache()  # the interpreted ones
-        assert len(calls) == count
+        assert len(calls) == count or (count is None and calls)
         return found
 
     return run
@@ -144,6 +144,37 @@ def test_running_sums_and_maxima(size, seed, with_kernels):
     for found, wanted in zip(with_kernels(2, both, x), (np.cumsum(x), np.maximum.accumulate(x)), strict=True):
         np.testing.assert_array_equal(found, wanted)
     with_kernels(0, both, x[: ROW - 1])
+    sums = with_kernels(1, lambda x: backend.running(jnp.add, x), x.astype(jnp.float32))
+    np.testing.assert_array_equal(sums, np.cumsum(x))  # of integers, exact
+    negative = with_kernels(1, lambda x: backend.running(jnp.maximum, x), x.astype(jnp.float32) - 200)
+    np.testing.assert_array_equal(negative, np.maximum.accumulate(x) - 200)
+
+
+@pytest.mark.parametrize("size", [2**18, 2**18 + 5, 3 * 2**18 + 77])
+def test_entries_one_by_one(size, seed, with_kernels):
+    words = np.random.default_rng(seed).integers(0, 2**32, size, dtype=np.uint32)
+    ranks = np.random.default_rng(seed).integers(0, 32, size).astype(np.int32)
+    found = with_kernels(1, select._bit_of_rank, words, ranks)
+    assert np.array_equal(found, select._bit_of_rank(words, ranks))
+    both = with_kernels(1, lambda *args: backend.entrywise(lambda a, b: (b - 1, a >> 3), *args), words, ranks)
+    assert np.array_equal(both[0], ranks - 1)
+    assert np.array_equal(both[1], words >> 3)
+
+
+@pytest.mark.parametrize("density", [0.001, 0.02, 0.7])
+def test_set_bits_are_found_with_kernels(density, seed, with_kernels):
+    size, mask = 2**23 + 33, np.random.default_rng(seed).random(2**23 + 33) < density
+    words, capacity = select.mask_words(jnp.asarray(mask)), 2**18
+    found, count = with_kernels(None, lambda words: select.indices_of_words(words, capacity, size), words)
+    assert count == mask.sum()
+    assert np.array_equal(found, np.append(np.flatnonzero(mask), np.full(capacity, size))[:capacity])
+
+
+def test_vectors_are_joined_by_copies(with_kernels):
+    parts = [np.arange(1024 * n, dtype=np.uint16) for n in (1, 3, 40)]
+    assert np.array_equal(with_kernels(1, lambda *parts: backend.side_by_side(parts), *parts), np.concatenate(parts))
+    odd = [parts[0], parts[1][:5]]
+    assert np.array_equal(with_kernels(0, lambda *parts: backend.side_by_side(parts), *odd), np.concatenate(odd))
 
 
 @pytest.mark.parametrize("axis", [1, 2])
@@ -166,13 +197,14 @@ def test_few_rows_times_matrices(shape, axis, seed, with_kernels):
 def test_kernels_multiply_what_fits():
     like = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
     takes = backend_tpu_kernels.multiplies
-    assert takes(like(2, 4, 256), like(2, 256, 128), 1) and takes(like(2, 40, 128), like(2, 256, 128), 2)
+    assert takes(like(2, 4, 256), like(2, 256, 128), 1)
+    assert takes(like(2, 40, 128), like(2, 256, 128), 2)
     assert not takes(like(2, 41, 128), like(2, 256, 128), 2)
     assert not takes(like(2, 4, 64), like(2, 64, 128), 1)
     assert not takes(like(2, 4, 128, dtype=jnp.bfloat16), like(2, 128, 128, dtype=jnp.bfloat16), 1)
 
 
-@pytest.mark.parametrize("rows, tail", [(8, 0), (9, 128), (21, 4095 // 128 * 128), (70, 1024)])
+@pytest.mark.parametrize(("rows", "tail"), [(8, 0), (9, 128), (21, 4095 // 128 * 128), (70, 1024)])
 def test_blocks_are_rotated_by_kernels(rows, tail, key, seed, with_kernels):
     rotation = rotation_of(rows * 4096 + tail, 4096)
     x, y = np.random.default_rng(seed).integers(-8, 9, (2, rotation.size)).astype(np.float32)  # whose sums are exact
@@ -181,10 +213,10 @@ def test_blocks_are_rotated_by_kernels(rows, tail, key, seed, with_kernels):
         assert np.array_equal(with_kernels(1, rotation.backward, y, key), rotation.backward(y, key))
         return
     last = rotation.size - 4096  # from here on entries are rotated twice
-    found, exact = (np.asarray(a) for a in (with_kernels(1, rotation.forward, x, key), rotation.forward(x, key)))
-    assert np.array_equal(found[: last - tail], exact[: last - tail]) and np.allclose(found, exact, rtol=1e-6)
-    found, exact = (np.asarray(a) for a in (with_kernels(1, rotation.backward, y, key), rotation.backward(y, key)))
-    assert np.array_equal(found[: last - tail], exact[: last - tail]) and np.allclose(found, exact, rtol=1e-6)
+    for function, given in ((rotation.forward, x), (rotation.backward, y)):
+        found, exact = np.asarray(with_kernels(1, function, given, key)), np.asarray(function(given, key))
+        assert np.array_equal(found[: last - tail], exact[: last - tail])
+        assert np.allclose(found, exact, rtol=1e-6, atol=1e-5)  # of numbers up to 40
 
 
 def test_rotations_leave_other_blocks_to_xla(key, with_kernels):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import as_words, rounded_to, sum_rows, weighted
-from jaxcomp.backend import count_of_sections, cut_apart, platform, side_by_side
+from jaxcomp.backend import count_of_sections, cut_apart, each_shaped, platform, side_by_side
 from jaxcomp.backend_cpu import opaque_true
 from jaxcomp.backend_gpu import TOGETHER, Arriving
 from jaxcomp.exchange.axes import (
@@ -225,7 +225,7 @@ def gathered(
         else:
             rows = proven_equal(jnp.broadcast_to(words, (workers, 0)), axis)
         for i, array in zip(lane.places, _unpack(lane, rows, leaves, lane.sizes), strict=True):
-            arrived[i] = array.reshape(workers, *leaves[i].shape)
+            arrived[i] = each_shaped(array.reshape(workers, -1), leaves[i].shape)
     return jax.tree.unflatten(structure, arrived), _bytes_gathered(lanes, workers, devices)
 
 
