@@ -45,6 +45,7 @@ Tree = Any
 LANES = 128  # an array with a shorter last axis is padded to them in memory
 FEW = 8  # short rows side by side in a row of lanes, each of which is another choice for every entry
 SORTED = 2**22  # entries of rows that are sorted at once
+SHAPED = 2**22  # entries of messages that are given their shape one after the other
 ON_CHIP = 2**24  # entries of f32 that the memory on the chip (128 MiB on a v5e) holds twice
 
 
@@ -237,9 +238,9 @@ def cut_apart(vector: Array, sizes: Sequence[int], shapes: Sequence[tuple[int, .
 
 def each_shaped(messages: Array, shape: tuple[int, ...]) -> Array:
     """One message after the other, where rows do not fill the lanes: what begins at another lane in each row is shifted
-    by a program that is as long as there are rows.
+    by a program that is as long as there are rows. Not many entries, which would be held twice.
     """
-    if len(shape) < 2 or shape[-1] % LANES == 0:
+    if len(shape) < 2 or shape[-1] % LANES == 0 or messages.size > SHAPED:
         return messages.reshape(len(messages), *shape)
     return lax.map(lambda message: message.reshape(shape), messages)
 

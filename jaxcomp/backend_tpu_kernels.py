@@ -387,8 +387,22 @@ def _called(
         scratch_shapes=[pltpu.VMEM((ROWS, LANES), U32)],
         input_output_aliases={} if start is None else {len(specs) - 1: 0},
     )
-    with jax.enable_x64(False):  # kernels have no integers of 64 bits
-        return [made.reshape(-1) for made in call(*known, *given)]
+    return [made.reshape(-1) for made in _run(call, *known, *given)]
+
+
+def _run(call: Callable[..., Any], *arrays: Array) -> Any:
+    """call(*arrays), of a kernel: where integers have 32 bits, and with a clear error where it is differentiated."""
+    run = jax.custom_jvp(call)
+    run.defjvp(_refuse)
+    with jax.enable_x64(False):
+        return run(*arrays)
+
+
+def _refuse(*_: Any) -> Any:
+    raise NotImplementedError(
+        "jaxcomp: a kernel for TPUs was differentiated, and has no derivative. Give jax.lax.stop_gradient(x) to what "
+        "compresses x, or jc.collectives in the loss, which have cotangents of their own"
+    )
 
 
 # ------------------------------------------------------------------------------------------------
@@ -458,8 +472,7 @@ def into_vector(
         grid_spec=grid,
         input_output_aliases={2: 0} if given else {},
     )
-    with jax.enable_x64(False):
-        return call(tile[None], leaf, *given).reshape(-1)
+    return _run(call, tile[None], leaf, *given).reshape(-1)
 
 
 def joins(parts: Sequence[Any]) -> bool:
@@ -492,8 +505,7 @@ def joined(parts: Sequence[Array]) -> Array:
         out_specs=anywhere,
         scratch_shapes=[pltpu.SemaphoreType.DMA((len(parts),))],
     )
-    with jax.enable_x64(False):
-        return call(*(part.reshape(-1, LANES) for part in parts)).reshape(-1)
+    return _run(call, *(part.reshape(-1, LANES) for part in parts)).reshape(-1)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -560,8 +572,7 @@ def rows_times(rows: Array, m: Array, axis: int) -> Array:
             pltpu.VMEM((3 * height, cut[2 - axis]), jnp.float32),
         ],
     )
-    with jax.enable_x64(False):
-        return call(rows, m)
+    return _run(call, rows, m)
 
 
 def _in_three(x: Array) -> list[Array]:
@@ -650,8 +661,7 @@ def rotated(x: Array, words: Array, forward: bool) -> Array:
         out_specs=by_rows(few * height),
         scratch_shapes=[pltpu.VMEM((AT_ONCE, LANES, LANES), jnp.float32)],
     )
-    with jax.enable_x64(False):
-        return call(x.reshape(-1, LANES), words.reshape(-1, LANES), own, along).reshape(-1)
+    return _run(call, x.reshape(-1, LANES), words.reshape(-1, LANES), own, along).reshape(-1)
 
 
 def _signs_of_walsh(size: int) -> np.ndarray:
@@ -699,8 +709,7 @@ def entrywise(function: Callable[..., Any], *vectors: Array) -> Any:
         in_specs=[part] * len(vectors),
         out_specs=[part] * len(like),
     )
-    with jax.enable_x64(False):
-        return jax.tree.unflatten(structure, call(*vectors))
+    return jax.tree.unflatten(structure, _run(call, *vectors))
 
 
 def runs(x: Array) -> bool:
@@ -749,5 +758,4 @@ def running(join: Callable[[Array, Array], Array], x: Array) -> Array:
         out_specs=spec,
         scratch_shapes=[pltpu.VMEM((1, LANES), x.dtype)],
     )
-    with jax.enable_x64(False):
-        return call(rows).reshape(-1)[: x.size]
+    return _run(call, rows).reshape(-1)[: x.size]

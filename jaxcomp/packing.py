@@ -29,6 +29,7 @@ Array = jax.Array
 U32 = jnp.uint32
 TILE = 32  # groups
 MANY = 2**12  # words
+BY_ROWS = 2**14  # groups
 
 
 def width_for(num_codes: int) -> int:
@@ -340,9 +341,10 @@ def _in_lanes(tile: int, width: int) -> bool:
 
 def _by_rows(groups: int, width: int) -> bool:
     """Whether a TPU takes the codes that stand at one place of all words in turn: each such row begins at another lane,
-    and to shift all of them at once is a program of a hundred thousand instructions.
+    and to shift all of them at once is a program of a hundred thousand instructions. Of still more codes an array of
+    32 bits each would be too much.
     """
-    return lanes() > 1 and groups >= MANY and not _in_lanes(tile_of(groups, width), width)
+    return lanes() > 1 and BY_ROWS <= groups < 2**6 * BY_ROWS and not _in_lanes(tile_of(groups, width), width)
 
 
 def _packed_by_rows(codes: Array, width: int) -> Array:

@@ -223,3 +223,11 @@ def test_rotations_leave_other_blocks_to_xla(key, with_kernels):
     for size, block in ((8 * 4096, 2048), (7 * 4096, 4096), (8 * 4096 + 1, 4096)):
         rotation = rotation_of(size, block)
         assert with_kernels(0, rotation.forward, jnp.ones(size), key).shape == (size,)
+
+
+def test_who_differentiates_a_kernel_is_told_what_to_do(with_kernels):
+    through = lambda x: jnp.sum(x + jax.lax.stop_gradient(jc.roundtrip(jc.sign(), x, key=KEY)[0] - x))
+    with pytest.raises(NotImplementedError, match=r"jax.lax.stop_gradient\(x\)"):
+        with_kernels(None, jax.grad(through), jnp.ones(ROW))
+    inside = lambda x: jnp.sum(x + jc.roundtrip(jc.sign(), jax.lax.stop_gradient(x), key=KEY)[0])
+    assert np.array_equal(with_kernels(None, jax.grad(inside), jnp.ones(ROW)), np.ones(ROW))
