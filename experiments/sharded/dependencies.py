@@ -12,7 +12,7 @@ import re
 from typing import Any, NamedTuple
 
 from jaxcomp.hlo import Instruction, called, contents_of, read_by, split_list
-from jaxcomp.program import SENT, Module, Row
+from jaxcomp.program import SENT, Module, Row, rendezvous_of
 
 __all__ = ["Exchange", "exchanges"]
 
@@ -53,7 +53,7 @@ def exchanges(text: str, mesh: Any, axis: str) -> list[Exchange]:
         if not rows:
             continue
         waits_for = sum(work[before] for before in ancestors(main, name)) / max(total, 1)
-        end = next((other for other in main.values() if ends(other, name)), None)
+        end = next((other for other in reversed(main.values()) if ends(main, other, name)), None)
         hidden = None
         if end is not None:
             between = names[place + 1 : names.index(end.name)]
@@ -63,7 +63,10 @@ def exchanges(text: str, mesh: Any, axis: str) -> list[Exchange]:
     return found
 
 
-def ends(instruction: Instruction, start: str) -> bool:
+def ends(main: dict[str, Instruction], instruction: Instruction, start: str) -> bool:
+    if main[start].op == "send":  # between slices of TPUs; what comes back has the same name
+        made = main.get(operands(instruction)[0]) if instruction.op == "recv-done" else None
+        return made is not None and rendezvous_of(made.attributes) == rendezvous_of(main[start].attributes)
     if start.startswith(FUSED_START):  # the steps lie in fusions in between
         return instruction.name == start.replace(FUSED_START, FUSED_START.replace("start", "done"))
     return instruction.op.endswith("-done") and start in operands(instruction)
@@ -72,7 +75,7 @@ def ends(instruction: Instruction, start: str) -> bool:
 def rows_in(module: Module, computation: str, instruction: Instruction) -> list[Row]:
     """The collectives of one instruction, those in computations that it calls included."""
     op = instruction.op.removesuffix("-start")
-    if op in SENT:
+    if op in SENT or op == "send":
         return list(module.rows_of(op, instruction, computation))
     if instruction.op in ("call", "async-start") or instruction.name.startswith(FUSED_START):
         return [row for part in parts(instruction) for row in module.walk(part)]

@@ -25,10 +25,15 @@ def loss(params, tokens):
     return jnp.mean(h**2)
 
 
-def exchanges_of(algorithm, bucket_bytes):
+def exchanges_of(algorithm, bucket_bytes, target=TARGET, slices=1):
     """What the exchanges of a training step wait for, and are hidden behind; without those of scales."""
-    devices = targets.described(TARGET)
-    mesh = targets.mesh_on(devices, {"data": len(devices)})
+    devices = targets.described(target, slices=slices)
+    of_slice = lambda i: [device for device in devices if device.slice_index == i]
+    mesh = (
+        targets.mesh_on(devices, {"data": len(devices)})
+        if slices == 1
+        else Mesh([of_slice(i) for i in range(slices)], ("data", "same"))
+    )
     matrix, table = (jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32) for rows in (WIDTH, 4 * WIDTH))
     like = {f"block_{i}": matrix for i in range(BLOCKS)} | {"wte": table}
     tokens = jax.ShapeDtypeStruct((64 * len(devices),), jnp.int32, sharding=NamedSharding(mesh, P("data")))
@@ -58,6 +63,18 @@ def test_buckets_in_order_are_exchanged_beside_the_backward_pass():
     assert ready[0].waits_for < 0.3
     assert hidden(ready) > 1.3 * hidden(by_name)
     assert hidden(ready) >= 0.5
+
+
+@pytest.mark.skipif(targets.lacks("v5e:2x2") is not None, reason="compiling for TPUs needs libtpu")
+def test_buckets_cross_between_slices_beside_the_backward_pass():
+    """Each begins when its gradients are ready, and ends with the step; in one piece all waits for all."""
+    algorithm = jc.error_feedback(jc.block_scaled("int4"))
+    whole, ready = (exchanges_of(algorithm, each, "v5e:2x2", slices=2) for each in (None, "ready"))
+    assert [exchange.waits_for for exchange in whole] == [1]
+    assert len(ready) == BLOCKS + 1
+    assert min(exchange.waits_for for exchange in ready) < 0.2
+    assert max(exchange.hidden_behind for exchange in ready) >= 0.5
+    assert sum(exchange.hidden_behind > 0 for exchange in ready) >= BLOCKS  # all but that of the table
 
 
 @pytest.mark.skipif(targets.lacks("v5e:2x2") is not None, reason="compiling for TPUs needs libtpu")
