@@ -39,10 +39,9 @@ __all__ = [
     "computed_once",
     "count_of_sections",
     "cut_apart",
-    "each_shaped",
+    "each_entry",
     "either",
     "end_to_end",
-    "entrywise",
     "fast_if",
     "flattened",
     "fold",
@@ -109,7 +108,8 @@ def platform() -> str:
 
 def has_kernels() -> bool:
     """Whether a program may hold kernels here (`backend_tpu_kernels`): on TPUs, where each device has its
-    own arrays, within a `shard_map` over all axes of a mesh. XLA cannot cut a kernel up for several devices.
+    own arrays, within a `shard_map` over all axes of a mesh, or without a mesh on the only device. XLA cannot cut a
+    kernel up for several.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if platform() != "tpu":
@@ -260,10 +260,10 @@ def form(portable: Callable[..., Tree], *, on_cpu: Any = None, on_gpu: Any = Non
     return {"cpu": on_cpu, "gpu": on_gpu}.get(platform()) or portable
 
 
-def entrywise(function: Callable[..., Tree], *vectors: Array) -> Tree:
+def each_entry(function: Callable[..., Tree], *vectors: Array) -> Tree:
     """function(*vectors), of vectors of 32 bits, entry by entry: on TPUs, where it is much arithmetic, in a kernel."""
     if has_kernels() and vectors[0].ndim == 1 and vectors[0].size >= LONG:
-        return backend_tpu_kernels.entrywise(function, *vectors)
+        return backend_tpu_kernels.each_entry(function, *vectors)
     return function(*vectors)
 
 
@@ -386,7 +386,7 @@ def rotated(x: Array, words: Array, block: int, forward: bool) -> Array | None:
     """
     if not (has_kernels() and backend_tpu_kernels.rotates(x, block, words.size * 32 // block)):
         return None
-    return backend_tpu_kernels.rotated(x, words, forward)
+    return backend_tpu_kernels.blocks_rotated(x, words, forward)
 
 
 def rows_times_square(x: Array, square: Array) -> Array:
@@ -402,7 +402,7 @@ def rows_times(rows: Array, m: Array, axis: int) -> Array | None:
     """
     if not (has_kernels() and backend_tpu_kernels.multiplies(rows, m, axis)):
         return None
-    return backend_tpu_kernels.rows_times(rows, m, axis)
+    return backend_tpu_kernels.few_rows_times(rows, m, axis)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -441,7 +441,7 @@ def side_by_side(words: Sequence[Array]) -> Array:
     if len(words) == 1:
         return words[0]
     if words[0].dtype.itemsize == 2 and has_kernels() and backend_tpu_kernels.joins(words):
-        return backend_tpu_kernels.joined(words)
+        return backend_tpu_kernels.laid_end_to_end(words)
     return backend_cpu.side_by_side(words) if platform() == "cpu" else jnp.concatenate(words, axis=-1)
 
 
@@ -470,13 +470,6 @@ def cut_apart(
         return backend_tpu.cut_apart(vector, sizes, shapes)
     starts = zip(backend_cpu.starts_of(sizes), sizes, strict=True)
     return [lax.slice_in_dim(vector, start, start + size, axis=-1) for start, size in starts]
-
-
-def each_shaped(messages: Array, shape: tuple[int, ...]) -> Array:
-    """[n, size] as [n, *shape]."""
-    if platform() == "tpu" and messages.size >= LONG:
-        return backend_tpu.each_shaped(messages, shape)
-    return messages.reshape(len(messages), *shape)
 
 
 def is_apart(size: int, sizes: Sequence[int]) -> bool:
@@ -787,14 +780,14 @@ def made(arrays: Tree) -> Tree:
 def added_at(total: Array, indices: Array, values: Array) -> Array:
     """A vector with values added at distinct indices, i32[k] in any order."""
     if platform() == "tpu":  # where XLA sorts all that is not said to be sorted
-        indices, values = backend_tpu.in_order(indices, values)
+        indices, values = backend_tpu.sorted_together(indices, values)
         return total.at[indices].add(values, mode="drop", indices_are_sorted=True)
     return total.at[indices].add(values, unique_indices=True)
 
 
 def sorted_integers(x: Array) -> Array:
     """A vector of integers, sorted."""
-    return backend_tpu.in_order(x)[0][: x.size] if platform() == "tpu" else jnp.sort(x, stable=False)
+    return backend_tpu.sorted_together(x)[0][: x.size] if platform() == "tpu" else jnp.sort(x, stable=False)
 
 
 def is_lazy(messages: SparseSum) -> bool:

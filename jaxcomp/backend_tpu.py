@@ -24,9 +24,7 @@ __all__ = [
     "added_by_leaf",
     "along_rows",
     "cut_apart",
-    "each_shaped",
     "flattened",
-    "in_order",
     "in_rows",
     "leaves_joined",
     "of_columns",
@@ -35,6 +33,7 @@ __all__ = [
     "rows_times_square",
     "running",
     "running_in_rows",
+    "sorted_together",
     "to_columns",
     "to_short_rows",
     "zeros_if_shape",
@@ -118,7 +117,7 @@ def _side_by_side(each: Array, length: int) -> Array:
 
 
 def rows_times_square(x: Array, square: Array) -> Array:
-    """As many short rows as fill the lanes are one, and the matrix stands as often on the diagonal of a larger one."""
+    """Takes as many short rows as fill the lanes for one, with the matrix as often on the diagonal of a larger one."""
     length = len(square)
     few = LANES // length if x.size and _is_short(length) else 1
     whole = jnp.pad(x, (0, -x.size % (few * length))).reshape(-1, few * length)
@@ -191,7 +190,7 @@ def running(join: Callable[[Array, Array], Array], x: Array) -> Array:
     return x
 
 
-def in_order(keys: Array, *others: Array) -> tuple[Array, ...]:
+def sorted_together(keys: Array, *others: Array) -> tuple[Array, ...]:
     """Vectors in the order of the first, of integers, and behind them its largest number up to a power of two: a sort
     of any other length is twice the program, which takes seconds to compile.
     """
@@ -223,9 +222,11 @@ def cut_apart(vector: Array, sizes: Sequence[int], shapes: Sequence[tuple[int, .
     starts = list(zip(starts_of(sizes), sizes, strict=True))
     if vector.ndim == 2 and vector.shape[1] % LANES == 0:
         rows = lax.optimization_barrier(in_rows(vector))
-        return [_columns(rows, start, start + size) for start, size in starts]
+        pieces = [_columns(rows, start, start + size) for start, size in starts]
+        return list(map(_each_shaped, pieces, shapes)) if shapes else pieces
     if vector.ndim > 1:
-        return [lax.slice_in_dim(vector, start, start + size, axis=-1) for start, size in starts]
+        pieces = [lax.slice_in_dim(vector, start, start + size, axis=-1) for start, size in starts]
+        return list(map(_each_shaped, pieces, shapes)) if shapes else pieces
     if not shapes:
         return lax.optimization_barrier([lax.slice_in_dim(vector, start, start + size) for start, size in starts])
     leaves = []
@@ -236,7 +237,7 @@ def cut_apart(vector: Array, sizes: Sequence[int], shapes: Sequence[tuple[int, .
     return leaves
 
 
-def each_shaped(messages: Array, shape: tuple[int, ...]) -> Array:
+def _each_shaped(messages: Array, shape: tuple[int, ...]) -> Array:
     """One message after the other, where rows do not fill the lanes: what begins at another lane in each row is shifted
     by a program that is as long as there are rows. Not many entries, which would be held twice.
     """

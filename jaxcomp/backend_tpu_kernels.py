@@ -26,18 +26,18 @@ from jaxcomp.hashing import halves_in_lanes, uniform_in_lanes
 __all__ = [
     "BlockedRows",
     "Registers",
+    "blocks_rotated",
     "coded_rows",
-    "entrywise",
+    "each_entry",
+    "few_rows_times",
     "fits",
     "fits_blocks",
     "into_vector",
-    "joined",
     "joins",
+    "laid_end_to_end",
     "multiplies",
-    "rotated",
     "rotates",
     "rows_of_leaf",
-    "rows_times",
     "running",
     "runs",
     "with_worth",
@@ -476,11 +476,11 @@ def into_vector(
 
 
 def joins(parts: Sequence[Any]) -> bool:
-    """Whether `joined` takes these vectors."""
+    """Whether `laid_end_to_end` takes these vectors."""
     return all(part.ndim == 1 and part.size and part.size % TILE == 0 for part in parts)
 
 
-def joined(parts: Sequence[Array]) -> Array:
+def laid_end_to_end(parts: Sequence[Array]) -> Array:
     """Vectors of one dtype, end to end, each copied to its place as it stands in memory.
 
     XLA shifts what it joins, and computes in the same loop what is joined: of 16 bits that is a program of megabytes.
@@ -516,7 +516,7 @@ MOST_ROWS = 40  # whose three parts are rows of one matrix
 
 
 def multiplies(rows: Any, m: Any, axis: int) -> bool:
-    """Whether `rows_times` takes them."""
+    """Whether `few_rows_times` takes them."""
     count, inside = rows.shape[1], (rows.shape[2], m.shape[axis])
     f32 = rows.dtype == m.dtype == jnp.float32
     return (
@@ -529,7 +529,7 @@ def multiplies(rows: Any, m: Any, axis: int) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=2)  # traced once for each shape
-def rows_times(rows: Array, m: Array, axis: int) -> Array:
+def few_rows_times(rows: Array, m: Array, axis: int) -> Array:
     """Rows [n, k, l] times matrices [n, r, c], along their axis 1 (l = r) or 2 (l = c): f32[n, k, c] or f32[n, k, r].
 
     Both are cut into three numbers of 16 bits, which hold an f32, and all nine products are added up in f32: the three
@@ -591,19 +591,19 @@ def _upper(x: Array) -> Array:
 # Rotations
 
 
-ROTATED = 4096  # entries of a block that `rotated` takes
+ROTATED = 4096  # entries of a block that `blocks_rotated` takes
 SEVERAL = 4  # of which are rows of one matrix
 AT_ONCE = 2  # such matrices
 FETCHED = 64  # blocks that are fetched at a time
 
 
 def rotates(x: Any, block: int, count: int) -> bool:
-    """Whether `rotated` takes so many blocks of a vector."""
+    """Whether `blocks_rotated` takes so many blocks of a vector."""
     return x.dtype == jnp.float32 and block == ROTATED and x.size % LANES == 0 and count >= SEVERAL * AT_ONCE
 
 
 @functools.partial(jax.jit, static_argnums=2)  # traced once for each length
-def rotated(x: Array, words: Array, forward: bool) -> Array:
+def blocks_rotated(x: Array, words: Array, forward: bool) -> Array:
     """H X^T H / 64 of each block X [64, 64] with the signs that bits of words say, before it or, backward, behind it:
     those of as many blocks from the beginning of f32[d] as there are words, u32[m 128]. Bit i of word w is of entry
     32 w + i. H: the Walsh-Hadamard matrix.
@@ -673,7 +673,8 @@ def _products(a: Any, b: Any, inside: Any) -> Array:
     """A product in f32, one of whose factors is given as the parts of `_in_three`; of the least first."""
     pairs = [(part, b) for part in a] if isinstance(a, list) else [(a, part) for part in b]
     narrow = lambda x: x.astype(jnp.bfloat16)
-    each = [lax.dot_general(narrow(x), narrow(y), inside, preferred_element_type=jnp.float32) for x, y in pairs]
+    product = functools.partial(lax.dot_general, dimension_numbers=inside, preferred_element_type=jnp.float32)
+    each = [product(narrow(x), narrow(y), precision=lax.Precision.DEFAULT) for x, y in pairs]  # of 16 bits, exact
     return each[2] + each[1] + each[0]
 
 
@@ -681,7 +682,7 @@ def _products(a: Any, b: Any, inside: Any) -> Array:
 # Arithmetic of entries, and running sums
 
 
-def entrywise(function: Callable[..., Any], *vectors: Array) -> Any:
+def each_entry(function: Callable[..., Any], *vectors: Array) -> Any:
     """function(*vectors), an array or several, of vectors of 32 bits and one length, entry by entry.
 
     XLA for TPUs writes a long loop of it: where that is much arithmetic, a hundred thousand instructions.

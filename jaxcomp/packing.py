@@ -380,7 +380,7 @@ def _unpacked_by_rows(words: Array) -> Array:
 
 
 def _place(i: Array, width: int) -> tuple[Array, Array, Array]:
-    """Where code i of a group begins: the word, and the bit; and whether it goes on in the next word."""
+    """Finds the word and the bit where code i of a group begins, and whether it goes on in the next word."""
     start = jnp.asarray(i, jnp.int32) * width
     m, shift = start >> 5, start & 31
     return m, shift.astype(U32), shift + width > 32

@@ -25,7 +25,7 @@ from jax import lax
 
 from jaxcomp import select_cpu
 from jaxcomp.arrays import finite, wide
-from jaxcomp.backend import entrywise, form, lanes, materialized, of_short_rows, only_if, running
+from jaxcomp.backend import each_entry, form, lanes, materialized, of_short_rows, only_if, running
 from jaxcomp.norms import max_abs
 
 __all__ = [
@@ -169,7 +169,7 @@ def _found_by_packs(words: Array, capacity: int, size: int) -> tuple[Array, Arra
     rank = lax.iota(I32, capacity)
     left = rank - start
     for pack, bits in reversed(packs):
-        block, left = entrywise(functools.partial(_one_of_four, bits=bits), pack[block], block, left)
+        block, left = each_entry(functools.partial(_one_of_four, bits=bits), pack[block], block, left)
     return jnp.where(rank < total, 32 * block + _bit_of_rank(words[block], left), size), total
 
 
@@ -287,7 +287,7 @@ def _ends(counts: Array) -> Array:
 
 def _bit_of_rank(words: Array, ranks: Array) -> Array:
     """Position of the set bit with so many set bits below it, of each word."""
-    return entrywise(_bit_of_word, words, ranks)
+    return each_entry(_bit_of_word, words, ranks)
 
 
 def _bit_of_word(word: Array, rank: Array) -> Array:

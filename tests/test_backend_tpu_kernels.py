@@ -48,7 +48,7 @@ def with_kernels(monkeypatch):
             for module in (backend, blocks):
                 patch.setattr(module, "has_kernels", lambda: True)
             found = made_for("tpu", function, *args)
-        for name in ("into_vector", "rotated", "rows_times", "running"):
+        for name in ("into_vector", "blocks_rotated", "few_rows_times", "running"):
             getattr(backend_tpu_kernels, name).clear_cache()  # the interpreted ones
         assert len(calls) == count or (count is None and calls)
         return found
@@ -156,7 +156,7 @@ def test_entries_one_by_one(size, seed, with_kernels):
     ranks = np.random.default_rng(seed).integers(0, 32, size).astype(np.int32)
     found = with_kernels(1, select._bit_of_rank, words, ranks)
     assert np.array_equal(found, select._bit_of_rank(words, ranks))
-    both = with_kernels(1, lambda *args: backend.entrywise(lambda a, b: (b - 1, a >> 3), *args), words, ranks)
+    both = with_kernels(1, lambda *args: backend.each_entry(lambda a, b: (b - 1, a >> 3), *args), words, ranks)
     assert np.array_equal(both[0], ranks - 1)
     assert np.array_equal(both[1], words >> 3)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import as_words, rounded_to, sum_rows, weighted
-from jaxcomp.backend import count_of_sections, cut_apart, each_shaped, platform, side_by_side
+from jaxcomp.backend import count_of_sections, cut_apart, platform, side_by_side
 from jaxcomp.backend_cpu import opaque_true
 from jaxcomp.backend_gpu import TOGETHER, Arriving
 from jaxcomp.exchange.axes import (
@@ -170,8 +170,9 @@ def _pack(lane: Lane, leaves: Sequence[Array] | dict[int, Array], lead: tuple[in
 
 def _unpack(lane: Lane, rows: Array, leaves: Sequence[Any], sizes: Sequence[int]) -> list[Array]:
     """[n, m] words as the arrays [n, *shape], where array i fills sizes[i] words of a row."""
-    arrays = []
-    for i, size, words in zip(lane.places, sizes, cut_apart(rows, sizes), strict=True):
+    pairs = zip(lane.places, sizes, strict=True)
+    arrays, shapes = [], [leaves[i].shape if leaves[i].size == size else (size,) for i, size in pairs]
+    for i, size, words in zip(lane.places, sizes, cut_apart(rows, sizes, shapes=shapes), strict=True):
         ratio = leaves[i].dtype.itemsize // lane.dtype.itemsize
         words = words.reshape(len(rows), size // ratio, ratio) if ratio > 1 else words
         arrays.append(lax.bitcast_convert_type(words, leaves[i].dtype))
@@ -225,7 +226,7 @@ def gathered(
         else:
             rows = proven_equal(jnp.broadcast_to(words, (workers, 0)), axis)
         for i, array in zip(lane.places, _unpack(lane, rows, leaves, lane.sizes), strict=True):
-            arrived[i] = each_shaped(array.reshape(workers, -1), leaves[i].shape)
+            arrived[i] = array.reshape(workers, *leaves[i].shape)
     return jax.tree.unflatten(structure, arrived), _bytes_gathered(lanes, workers, devices)
 
 
