@@ -391,6 +391,8 @@ def rotated(x: Array, words: Array, block: int, forward: bool) -> Array | None:
 
 def rows_times_square(x: Array, square: Array) -> Array:
     """Rows [b, m] that a vector holds one after the other times a matrix [m, m], in the precision of both: [b m]."""
+    if not x.size:
+        return x
     if platform() == "tpu":
         return backend_tpu.rows_times_square(x, square)
     return jnp.matmul(x.reshape(-1, len(square)), square, precision="highest").reshape(-1)

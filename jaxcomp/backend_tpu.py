@@ -119,7 +119,7 @@ def _side_by_side(each: Array, length: int) -> Array:
 def rows_times_square(x: Array, square: Array) -> Array:
     """Takes as many short rows as fill the lanes for one, with the matrix as often on the diagonal of a larger one."""
     length = len(square)
-    few = LANES // length if x.size and _is_short(length) else 1
+    few = LANES // length if _is_short(length) else 1
     whole = jnp.pad(x, (0, -x.size % (few * length))).reshape(-1, few * length)
     return jnp.matmul(whole, jnp.kron(jnp.eye(few, dtype=x.dtype), square), precision="highest").reshape(-1)[: x.size]
 

@@ -398,6 +398,21 @@ def _run(call: Callable[..., Any], *arrays: Array) -> Any:
         return run(*arrays)
 
 
+def _mapped_by(portable: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, and under vmap what is portable, of arrays with one more axis in front: for kernels whose blocks have
+    no axes to spare.
+    """
+    run = jax.custom_batching.custom_vmap(kernel)
+
+    @run.def_vmap
+    def _(size: int, mapped: Sequence[bool], *arrays: Array) -> tuple[Any, Any]:
+        pairs = zip(arrays, mapped, strict=True)
+        made = portable(*(x if own else jnp.broadcast_to(x, (size, *x.shape)) for x, own in pairs))
+        return made, jax.tree.map(lambda _: True, made)
+
+    return run
+
+
 def _refuse(*_: Any) -> Any:
     raise NotImplementedError(
         "jaxcomp: a kernel for TPUs was differentiated, and has no derivative. Give jax.lax.stop_gradient(x) to what "
@@ -488,10 +503,10 @@ def laid_end_to_end(parts: Sequence[Array]) -> Array:
     rows = [part.size // LANES for part in parts]
 
     def kernel(*refs):
-        *parts, whole, arrived = refs
+        *parts, whole, arrived = refs  # one semaphore, which counts bytes
         starts = [sum(rows[:i]) for i in range(len(rows))]
         places = [whole.at[pl.ds(start, count), :] for start, count in zip(starts, rows, strict=True)]
-        copies = [pltpu.make_async_copy(*each, arrived.at[i]) for i, each in enumerate(zip(parts, places, strict=True))]
+        copies = [pltpu.make_async_copy(*each, arrived) for each in zip(parts, places, strict=True)]
         for copy in copies:
             copy.start()
         for copy in copies:
@@ -503,9 +518,10 @@ def laid_end_to_end(parts: Sequence[Array]) -> Array:
         out_shape=_typed(jax.ShapeDtypeStruct((sum(rows), LANES), parts[0].dtype), *parts),
         in_specs=[anywhere] * len(parts),
         out_specs=anywhere,
-        scratch_shapes=[pltpu.SemaphoreType.DMA((len(parts),))],
+        scratch_shapes=[pltpu.SemaphoreType.DMA],
     )
-    return _run(call, *(part.reshape(-1, LANES) for part in parts)).reshape(-1)
+    run = lambda *parts: _run(call, *(part.reshape(-1, LANES) for part in parts)).reshape(-1)
+    return _mapped_by(lambda *parts: jnp.concatenate(parts, axis=-1), run)(*parts)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -632,11 +648,14 @@ def blocks_rotated(x: Array, words: Array, forward: bool) -> Array:
         def some(first, scratch):
             parts = [x[pl.ds((first + k) * height, height), :] for k in range(SEVERAL)]
             there = [start + first + k < count for k in range(SEVERAL)]
-            parts = [jnp.where(*each, 0.0) for each in zip(there, parts, strict=True)]  # no NaN times zero
+            unit = jnp.float32(ROTATED**-0.5)  # at first, so that no sum overflows on the way
+            parts = [
+                jnp.where(own, part * unit, 0.0) for own, part in zip(there, parts, strict=True)
+            ]  # no NaN times zero
             parts = [flipped(part, first + k) if forward else part for k, part in enumerate(parts)]
             turned = _products(own[...], _in_three(jnp.concatenate(parts)), (((1,), (1,)), ((), ())))
             inside = (((1,), (0,)), ((), ()))
-            scratch[...] = _products(_in_three(turned), along[...], inside) * jnp.float32(ROTATED**-0.5)
+            scratch[...] = _products(_in_three(turned), along[...], inside)
             rows = [scratch[pl.ds(i // 2 * 64 + i % 2, height, stride=2), :] for i in range(4)]
             for k in range(SEVERAL):
                 one, *others = [jnp.take_along_axis(each, height * k + (lane >> 1 & 31), axis=1) for each in rows]
@@ -710,7 +729,8 @@ def each_entry(function: Callable[..., Any], *vectors: Array) -> Any:
         in_specs=[part] * len(vectors),
         out_specs=[part] * len(like),
     )
-    return jax.tree.unflatten(structure, _run(call, *vectors))
+    run = lambda *vectors: jax.tree.unflatten(structure, _run(call, *vectors))
+    return _mapped_by(function, run)(*vectors)
 
 
 def runs(x: Array) -> bool:

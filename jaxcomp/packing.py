@@ -344,7 +344,8 @@ def _by_rows(groups: int, width: int) -> bool:
     and to shift all of them at once is a program of a hundred thousand instructions. Of still more codes an array of
     32 bits each would be too much.
     """
-    return lanes() > 1 and BY_ROWS <= groups < 2**6 * BY_ROWS and not _in_lanes(tile_of(groups, width), width)
+    one_tile = tile_of(groups, width) == groups
+    return lanes() > 1 and BY_ROWS <= groups < 2**6 * BY_ROWS and one_tile
 
 
 def _packed_by_rows(codes: Array, width: int) -> Array:

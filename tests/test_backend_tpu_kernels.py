@@ -173,6 +173,11 @@ def test_set_bits_are_found_with_kernels(density, seed, with_kernels):
 def test_vectors_are_joined_by_copies(with_kernels):
     parts = [np.arange(1024 * n, dtype=np.uint16) for n in (1, 3, 40)]
     assert np.array_equal(with_kernels(1, lambda *parts: backend.side_by_side(parts), *parts), np.concatenate(parts))
+    many = [parts[0]] * 40
+    assert np.array_equal(with_kernels(1, lambda *parts: backend.side_by_side(parts), *many), np.concatenate(many))
+    twice = [np.stack([part, part[::-1]]) for part in parts]
+    mapped = jax.vmap(lambda *parts: backend.side_by_side(parts))
+    assert np.array_equal(with_kernels(None, mapped, *twice), np.concatenate(twice, axis=1))
     odd = [parts[0], parts[1][:5]]
     assert np.array_equal(with_kernels(0, lambda *parts: backend.side_by_side(parts), *odd), np.concatenate(odd))
 

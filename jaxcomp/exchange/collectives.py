@@ -72,8 +72,9 @@ ALONE_BYTES = 2**23
 # On GPUs so many: XLA combines small collectives, and would else fuse all that makes the words of all groups into one
 # kernel, which takes as long to compile as everything else.
 ALONE_BYTES_ON_GPU = 2**16
-# Narrow numbers that are summed at a time, or more in one array.
+# Narrow numbers that are summed at a time, or more in one array; and from which on a tile for each worker is little.
 SOME_ENTRIES = 2**24
+MANY = 2**20
 
 
 class Lane(NamedTuple):
@@ -381,7 +382,7 @@ def _bytes_summed(lane: Lane, parts: Sequence[Any], workers: int, devices: int, 
         return 0.0
     part, width = -(-lane.size // devices), lane.dtype.itemsize
     if width < 4:
-        chunk = -(-part // workers)
+        chunk = _row_to_add(part, workers, width)
         row = crossing_size(chunk, width, rows_from=NEVER) * width
         width = jnp.dtype(wide).itemsize if exact else width
         sent = (workers - 1) * (row + crossing_size(chunk, width) * width)
@@ -391,12 +392,18 @@ def _bytes_summed(lane: Lane, parts: Sequence[Any], workers: int, devices: int, 
     return float(sent + ((devices - 1) * crossing_size(part, width) * width if devices > 1 else 0))
 
 
+def _row_to_add(size: int, workers: int, width: int) -> int:
+    """How many of so many narrow numbers each worker adds. Where that is little more, they are whole tiles of a TPU, to
+    which XLA brings others by a long program.
+    """
+    row = -(-size // workers)
+    return crossing_size(row, width, rows_from=NEVER) if MANY <= size <= SOME_ENTRIES else row
+
+
 def _mean_in_two_steps(words: Array, kind: Any, axis: Axis, weights: Array | None, exact: bool, wide: Any) -> Array:
     """Words of the mean of numbers of a kind, from their words: of the same kind, or `wide` if exact."""
     workers, size = axis_size(axis), words.size
-    row = -(-size // workers)
-    if size <= SOME_ENTRIES:
-        row = crossing_size(row, words.dtype.itemsize, rows_from=NEVER)
+    row = _row_to_add(size, workers, words.dtype.itemsize)
     rows = all_to_all_rows(jnp.pad(words, (0, workers * row - size)).reshape(workers, row), axis)
     rows = lax.bitcast_convert_type(rows, kind).astype(wide)
     mean = sum_rows(rows) / workers if weights is None else sum_rows(rows * weights.astype(wide)[:, None])

@@ -16,7 +16,10 @@ from experiments.bench.text import TURNS, cases, codec, row_of
 from experiments.bench.trees import gpt_like, num_entries
 from experiments.lib.kernels import counted
 from experiments.lib.targets import compiled, described, donating, mesh_on, shapes_on, state_on, update_on
+from jaxcomp import select
+from jaxcomp.backend import rows_times, side_by_side
 from jaxcomp.base import State, accumulate
+from jaxcomp.compressors.hadamard import rotation_of
 from jaxcomp.hlo import called, contents_of
 from jaxcomp.program import Module
 
@@ -321,3 +324,31 @@ def test_no_sum_over_neighbours_is_a_tile_that_no_register_holds():
             tiles += [each_tile * a // b for a, b in zip(summed, sizes, strict=True)]
     assert tiles
     assert max(tiles) <= 2**17
+
+
+MAPPED = {
+    "places of bits": (lambda w: select.indices_of_words(w, 2**18, 2**23), [((2, 2**18), jnp.uint32)]),
+    "words of 16 bits": (lambda a, b: side_by_side([a, b]), [((2, 2048), jnp.uint16), ((2, 1024), jnp.uint16)]),
+    "few rows": (lambda r, m: rows_times(r, m, 1), [((2, 2, 4, 256), jnp.float32), ((2, 2, 256, 128), jnp.float32)]),
+    "rotations": (rotation_of(9 * 4096, 4096).forward, [((2, 9 * 4096), jnp.float32), ((2,), "keys")]),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_kernels_are_mapped_on_a_tpu(name):
+    """Compiled, since an interpreter takes blocks that a TPU does not have."""
+    needs("v5e:2x2")
+    function, shapes = MAPPED[name]
+    mesh = mesh_on(described("v5e:2x2"), {"data": 4})
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
+    like = [keys if dtype == "keys" else jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    mapped = jax.shard_map(jax.vmap(function), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    assert compiled(mapped, *shapes_on(mesh, like)).text
+
+
+def test_many_vectors_are_joined_on_a_tpu():
+    needs("v5e:2x2")
+    mesh = mesh_on(described("v5e:2x2"), {"data": 4})
+    joined = jax.shard_map(lambda *x: side_by_side(x), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    like = [jax.ShapeDtypeStruct((1024,), jnp.uint16)] * 600
+    assert compiled(joined, *shapes_on(mesh, like)).text.count("tpu_custom_call") == 1

@@ -53,6 +53,16 @@ def test_high_bits_are_dropped():
     np.testing.assert_array_equal(unpack(pack(jnp.array([9, 7], jnp.uint32), 3), 2), [1, 7])
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("width", [1, 3, 9, 16, 17, 32])
+@pytest.mark.parametrize("size", [2**19, 2**19 + 5])
+def test_rows_of_many_codes_on_a_tpu_change_no_word(size, width, seed):
+    codes = np.random.default_rng(seed).integers(0, 2**width, size, dtype=np.uint64).astype(np.uint32)
+    words = pack(jnp.asarray(codes), width)
+    assert np.array_equal(made_for("tpu", lambda codes: pack(codes, width), codes), words)
+    assert np.array_equal(made_for("tpu", lambda words: unpack(words, size), words), codes)
+
+
 @pytest.mark.parametrize(("num_codes", "width"), [(1, 1), (2, 1), (3, 2), (2**16, 16), (2**16 + 1, 17), (2**32, 32)])
 def test_width_for(num_codes, width):
     assert width_for(num_codes) == width

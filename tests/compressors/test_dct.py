@@ -140,3 +140,7 @@ def test_demo_under_shard_map(seed):
 def test_errors(make, says):
     with pytest.raises(ValueError, match=says):
         make()
+
+
+def test_a_vector_of_no_entries():
+    assert jc.roundtrip(jc.dct(jc.top_k(k=4), chunk=16), jnp.zeros((0,)), key=jax.random.key(0))[0].shape == (0,)
