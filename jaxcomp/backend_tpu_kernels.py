@@ -414,7 +414,7 @@ def _mapped_by(portable: Callable[..., Any], kernel: Callable[..., Any]) -> Call
 
 
 def _refuse(*_: Any) -> Any:
-    raise NotImplementedError(
+    raise TypeError(
         "jaxcomp: a kernel for TPUs was differentiated, and has no derivative. Give jax.lax.stop_gradient(x) to what "
         "compresses x, or jc.collectives in the loss, which have cotangents of their own"
     )

@@ -95,7 +95,8 @@ def test_kernels_take_what_a_vmap_gives(seed, with_kernels):
 @pytest.mark.parametrize("size", [ROW - 1024, ROW + 1024, ROW + 7])
 def test_other_vectors_are_coded_by_xla(size, with_kernels):
     """Short ones, those whose words fill no rows of lanes, and those that fill none themselves."""
-    with_kernels(0, lambda x: jc.roundtrip(jc.sign(), x, key=KEY)[0], jnp.ones(size))
+    found = with_kernels(0, lambda x: jc.roundtrip(jc.sign(), x, key=KEY)[0], jnp.full(size, -0.5))
+    np.testing.assert_array_equal(found, np.full(size, -0.5))
 
 
 def test_zeros_and_what_is_not_finite(with_kernels):
@@ -221,7 +222,7 @@ def test_blocks_are_rotated_by_kernels(rows, tail, key, seed, with_kernels):
     for function, given in ((rotation.forward, x), (rotation.backward, y)):
         found, exact = np.asarray(with_kernels(1, function, given, key)), np.asarray(function(given, key))
         assert np.array_equal(found[: last - tail], exact[: last - tail])
-        assert np.allclose(found, exact, rtol=1e-6, atol=1e-5)  # of numbers up to 40
+        assert np.allclose(found, exact, rtol=1e-6, atol=4e-6)
 
 
 def test_rotations_leave_other_blocks_to_xla(key, with_kernels):
@@ -232,7 +233,7 @@ def test_rotations_leave_other_blocks_to_xla(key, with_kernels):
 
 def test_who_differentiates_a_kernel_is_told_what_to_do(with_kernels):
     through = lambda x: jnp.sum(x + jax.lax.stop_gradient(jc.roundtrip(jc.sign(), x, key=KEY)[0] - x))
-    with pytest.raises(NotImplementedError, match=r"jax.lax.stop_gradient\(x\)"):
+    with pytest.raises(TypeError, match=r"jax.lax.stop_gradient\(x\)"):
         with_kernels(None, jax.grad(through), jnp.ones(ROW))
     inside = lambda x: jnp.sum(x + jc.roundtrip(jc.sign(), jax.lax.stop_gradient(x), key=KEY)[0])
     assert np.array_equal(with_kernels(None, jax.grad(inside), jnp.ones(ROW)), np.ones(ROW))

@@ -393,8 +393,8 @@ def _bytes_summed(lane: Lane, parts: Sequence[Any], workers: int, devices: int, 
 
 
 def _row_to_add(size: int, workers: int, width: int) -> int:
-    """How many of so many narrow numbers each worker adds. Where that is little more, they are whole tiles of a TPU, to
-    which XLA brings others by a long program.
+    """How many of so many narrow numbers each worker adds. On TPUs whole tiles, where that is little more: rows that
+    begin within a tile are laid out anew by a long program.
     """
     row = -(-size // workers)
     return crossing_size(row, width, rows_from=NEVER) if MANY <= size <= SOME_ENTRIES else row

@@ -129,6 +129,11 @@ STEPS = {
     "ef21": (lambda: jc.ef21(jc.top_k(0.001)), 3.2, 280),  # 5.0 where its vectors got the axis of workers leaf by leaf
     "majority_vote": (jc.majority_vote, 1.4, 90),  # 3.5, likewise
     "float8": (lambda: jc.error_feedback(jc.cast("float8_e4m3fn")), 4.0, 105),  # 9.5 with all messages at once
+    "eden": (lambda: jc.error_feedback(jc.eden(4)), 5.1, 135),  # 9.0 where blocks were turned to be rotated
+    "rotate": (lambda: jc.error_feedback(jc.rotate(jc.block_scaled("int4"))), 3.1, 95),  # 7.0, likewise
+    "dct": (lambda: jc.error_feedback(jc.dct(jc.chunked(jc.top_k(k=64), 4096))), 4.1, 185),  # 6.0 in rows of 64
+    "bfloat16": (lambda: jc.error_feedback(jc.cast("bfloat16")), 0.4, 195),  # 0.8 where XLA joined lanes
+    "skcompress": (lambda: jc.error_feedback(jc.skcompress(jc.top_k(0.01))), 1.1, 325),
     "natural": (lambda: jc.direct(jc.natural()), 6.6, 75),  # 12.8 with each message in a pass of its own
 }
 
